@@ -354,29 +354,29 @@ static inline bool option_in_choices(const char* choices, const char* text) {
 static inline void option_store(Options* opt, const OptionRow* row, const char* text) {
     char* field = (char*)opt + row->at;
     char range[80];
-    const char* wrong;
+    const char *name = row->name, *wrong;
     if (row->kind == OPTION_INT) {
         int64_t value = 0;
-        if ((wrong = option_parse_int(text, &value)) != NULL) { fatal("--%s: '%s' %s", row->name, text, wrong); }
+        if ((wrong = option_parse_int(text, &value)) != NULL) { fatal("--%s: '%s' %s", name, text, wrong); }
         option_describe_interval(row->limits, range, sizeof(range));
-        if (!option_in_interval(row->limits, (double)value)) { fatal("--%s must be %s, not %s", row->name, range, text); }
+        if (!option_in_interval(row->limits, (double)value)) { fatal("--%s must be %s, not %s", name, range, text); }
         memcpy(field, &value, sizeof(value));
     } else if (row->kind == OPTION_DOUBLE) {
         double value = 0.0;
-        if ((wrong = option_parse_double(text, &value)) != NULL) { fatal("--%s: '%s' %s", row->name, text, wrong); }
+        if ((wrong = option_parse_double(text, &value)) != NULL) { fatal("--%s: '%s' %s", name, text, wrong); }
         option_describe_interval(row->limits, range, sizeof(range));
-        if (!option_in_interval(row->limits, value)) { fatal("--%s must be %s, not %s", row->name, range, text); }
+        if (!option_in_interval(row->limits, value)) { fatal("--%s must be %s, not %s", name, range, text); }
         memcpy(field, &value, sizeof(value));
     } else if (row->kind == OPTION_SWITCH || row->kind == OPTION_FLAG) {
-        if (strcmp(text, "0") != 0 && strcmp(text, "1") != 0) { fatal("--%s must be 0 or 1, not '%s'", row->name, text); }
+        if (strcmp(text, "0") != 0 && strcmp(text, "1") != 0) { fatal("--%s must be 0 or 1, not '%s'", name, text); }
         bool value = text[0] == '1';
         memcpy(field, &value, sizeof(value));
     } else {
         if (row->kind == OPTION_CHOICE && !option_in_choices(row->limits, text)) {
-            fatal("--%s must be one of %s, not '%s'", row->name, row->limits, text);
+            fatal("--%s must be one of %s, not '%s'", name, row->limits, text);
         }
-        if (row->kind == OPTION_STRING && text[0] == '\0' && strcmp(row->name, "prompt") != 0) {
-            fatal("--%s: its value is empty", row->name);
+        if (row->kind == OPTION_STRING && text[0] == '\0' && strcmp(name, "prompt") != 0) {
+            fatal("--%s: its value is empty", name);
         }
         memcpy(field, &text, sizeof(text));
     }
@@ -459,12 +459,12 @@ static inline void options_help(FILE* file, int program) {
     const char* title = program_title(program);
     const char* uses[4][2] = {
         {"--model NAME --train-data 'GLOB' [options]", "train from scratch"},
-        {"--init DIR --train-data 'GLOB' [options]", "train on, from a Hugging Face folder"},
+        {"--init DIR --train-data 'GLOB' [options]", "train on from a Hugging Face folder"},
         {"--resume --out DIR [options]", "go on where a run stopped"},
         {"--init DIR --generate N --prompt 'TEXT'", "sample"},
     };
     for (int i = 0; i < 4; i++) {
-        fprintf(file, "%s %s %-44s %s\n", i == 0 ? "usage:" : "      ", title, uses[i][0], uses[i][1]);
+        fprintf(file, "%s %s %-43s %s\n", i == 0 ? "usage:" : "      ", title, uses[i][0], uses[i][1]);
     }
     fprintf(file, "\nTrains a Qwen3-style mixture-of-experts language model %s. Defaults are in [brackets];\n"
                   "numbers may be written 98304, 100K, 1.5M or 10B.\n",
@@ -524,14 +524,14 @@ static inline void option_unknown(const char* arg, const char* name, int program
     fatal("unknown option '%s' (%s --help lists all)", arg, title);
 }
 
-// The row that arg names; *value: the text after "=", or NULL. Fatal if it names none. previous: the row before it, or -1.
+// The row that arg names, fatal if none; *value: the text after "=", or NULL; previous: the row given before, or -1.
 static inline int option_identify(const char* arg, const char** value, int previous, int program) {
     char name[64];
     *value = NULL;
     if (arg[0] != '-' || arg[1] == '\0') {
         const char* before = previous < 0 ? "" : option_table[previous].name;
         if (strstr(before, "-data") != NULL) { // the shell has turned the pattern into many arguments
-            fatal("unexpected argument '%s': quote the pattern so that the shell leaves it whole, as in --%s 'data/*.bin'",
+            fatal("unexpected argument '%s': quote the pattern, as in --%s 'data/*.bin', or the shell splits it",
                   arg, before);
         }
         fatal("unexpected argument '%s': options start with -- (%s --help lists them)", arg, program_title(program));
@@ -600,8 +600,8 @@ static inline void options_check_exclusive(const Options* opt) {
     }
 }
 
-// Are the options sensible together? Fatal if not. options_parse calls it, except with --resume: then what is missing may
-// still come from the checkpoint, so it waits for options_resolve.
+// Are the options sensible together? Fatal if not. options_parse calls it, except with --resume: then what is missing
+// may still come from the checkpoint, so it waits for options_resolve.
 static inline void options_check(const Options* opt) {
     options_check_exclusive(opt);
     for (size_t i = 0; i < sizeof(option_needs) / sizeof(option_needs[0]); i++) {
@@ -757,8 +757,8 @@ static inline cJSON* options_json(const Options* opt) {
     return json;
 }
 
-// is it part of what a run *is*, so that a resumed one keeps it? Where the model comes from is the checkpoint itself; files
-// to write, other modes and speed belong to the command at hand.
+// is it part of what a run *is*, so that a resumed one keeps it? Where the model comes from is the checkpoint itself;
+// files to write, other modes and speed belong to the command at hand.
 static inline bool option_belongs_to_run(const OptionRow* row) {
     const char* groups[] = {"data", "length", "optimiser", "balance", "numbers", "sampling"};
     const char* names[] = {"save-every", "keep", "val-every", "val-steps", "sample-every", "tokenize"};
@@ -785,9 +785,9 @@ static inline bool option_displaced(const bool* on_command_line, const OptionRow
     return false;
 }
 
-// For --resume: takes from a checkpoint's options (options_json; NULL is fine) what was given there and is not given now,
-// so that `--resume --out DIR` goes on with the same data, length and learning rates. Options of the other program and
-// options this version does not know are left alone. json may be freed afterwards: the strings are copied.
+// For --resume: takes from a checkpoint's options (options_json; NULL is fine) what was given there and is not given
+// now, so that `--resume --out DIR` goes on with the same data, length and learning rates. Options of the other program
+// and options this version does not know are left alone. json may be freed afterwards: the strings are copied.
 static inline void options_inherit(Options* opt, const cJSON* json) {
     const cJSON* given = cJSON_GetObjectItemCaseSensitive(json, "given");
     const cJSON* name;
