@@ -1,7 +1,8 @@
-// Random numbers that are pure functions of a seed: hashes, normal initialisation, a sampling stream, a shuffle in O(1) memory.
-// Nothing here keeps hidden state, so any thread, rank or program that asks for element i gets the same bits.
-#ifndef MOE_RAND_H
-#define MOE_RAND_H
+// Random numbers that are pure functions of a seed: hashes, normal initialisation, a sampling stream, a shuffle in
+// O(1) memory. Nothing here keeps hidden state, so any thread, rank or program that asks for element i gets the same
+// bits.
+#ifndef LLMC_RAND_H
+#define LLMC_RAND_H
 
 #include <math.h>
 #include <stddef.h>
@@ -29,10 +30,10 @@ static inline uint64_t hash_string(const char* s) {
 // normal numbers, counter based
 
 // 32 random bits -> standard normal: the sign from the top bit, the size from the inverse of the normal distribution.
-// With v in (0, 0.5) the tail probability, x = 1 - 2v and w = -log(4v(1-v)), z = x * P(w) where P is smooth (the variable is
-// Giles' 2010, "Approximating the erfinv function"; the two polynomials, below and above w = 6, are our own fits).
-// Relative error below 3e-6, |z| <= 6.4. Every multiply-add is an explicit fmaf, so the bits do not depend on whether the compiler
-// contracts a*b+c, nor on its optimisation level; no branch, so loops over it vectorise.
+// With v in (0, 0.5) the tail probability, x = 1 - 2v and w = -log(4v(1-v)), z = x * P(w) where P is smooth (the
+// variable is Giles' 2010, "Approximating the erfinv function"; the two polynomials, below and above w = 6, are our
+// own fits). Relative error below 3e-6, |z| <= 6.4. Every multiply-add is an explicit fmaf, so the bits do not depend
+// on whether the compiler contracts a*b+c, nor on its optimisation level; no branch, so loops over it vectorise.
 static inline float normal_from_bits(uint32_t bits) {
     float v = fmaf((float)(int32_t)(bits & 0x7FFFFFFFu), 0x1p-32f, 0x1p-33f);
     float x = 1.0f - 2.0f * v; // exact product, so contraction cannot change it
@@ -76,15 +77,16 @@ static inline uint64_t normal_key(uint64_t seed, const char* tensor_name) {
     return hash64(hash64(seed + RAND_GOLDEN) ^ hash_string(tensor_name));
 }
 
-// out[j] = std * z(seed, name, begin + j) for j < count: mean 0, standard deviation std. Element i is output i of splitmix64 started
-// at the tensor's key, so any split into ranges, over threads or ranks, gives the same bits. Uses all OpenMP threads when called
-// outside a parallel region; inside one, the caller splits the range.
-static inline void normal_fill(float* out, uint64_t seed, const char* tensor_name, size_t begin, size_t count, float std) {
+// out[j] = stddev * z(seed, name, begin + j) for j < count: mean 0, standard deviation stddev. Element i is output i of
+// splitmix64 started at the tensor's key, so any split into ranges, over threads or ranks, gives the same bits. Uses
+// all OpenMP threads when called outside a parallel region; inside one, the caller splits the range.
+static inline void normal_fill(float* out, uint64_t seed, const char* tensor_name, size_t begin, size_t count,
+                               float stddev) {
     uint64_t key = normal_key(seed, tensor_name) + (uint64_t)begin * RAND_GOLDEN;
     #pragma omp parallel for schedule(static)
     for (size_t j = 0; j < count; j++) {
         uint64_t h = hash64(key + (uint64_t)(j + 1) * RAND_GOLDEN);
-        out[j] = std * normal_from_bits((uint32_t)(h >> 32));
+        out[j] = stddev * normal_from_bits((uint32_t)(h >> 32));
     }
 }
 
@@ -105,9 +107,9 @@ static inline float rng_uniform(uint64_t* state) {
 // ----------------------------------------------------------------------------
 // a shuffle without a table
 
-// Where position i of [0, n) goes under the permutation that `key` names; n < 2^62, i < n. A Feistel network (Luby, Rackoff 1988)
-// permutes the next larger power of four, and what lands outside [0, n) walks on until it is inside (cycle walking: Black,
-// Rogaway 2002), fewer than four rounds of it on average. n = 0 and n = 1 return 0.
+// Where position i of [0, n) goes under the permutation that `key` names; n < 2^62, i < n. A Feistel network (Luby,
+// Rackoff 1988) permutes the next larger power of four, and what lands outside [0, n) walks on until it is inside
+// (cycle walking: Black, Rogaway 2002), fewer than four rounds of it on average. n = 0 and n = 1 return 0.
 static inline uint64_t permute_index(uint64_t i, uint64_t n, uint64_t key) {
     if (n < 2) { return 0; }
     int half_bits = 1;
@@ -126,4 +128,4 @@ static inline uint64_t permute_index(uint64_t i, uint64_t n, uint64_t key) {
     return i;
 }
 
-#endif // MOE_RAND_H
+#endif // LLMC_RAND_H
