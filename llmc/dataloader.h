@@ -18,7 +18,7 @@
 #include "rand.h"
 #include "tokenizer.h"
 
-#define SHARD_HEADER_INTS 256     // int32 each: magic, version, number of tokens, vocab_size (0: unknown), EOT id + 1 (0: none)
+#define SHARD_HEADER_INTS 256     // magic, version, number of tokens, vocab_size (0: unknown), EOT id + 1 (0: none)
 #define SHARD_MAGIC_32 20240801   // version 7: uint32 tokens follow
 #define SHARD_MAGIC_16 20240520   // version 1: uint16 tokens follow
 
@@ -30,7 +30,7 @@ typedef struct {
     int rank, num_ranks;
     uint64_t seed;
     bool shuffle;               // false (validation): sequences in file order
-    bool prefetch;              // true: a thread prepares the next batch while the caller computes; the batches are the same
+    bool prefetch;              // a thread prepares the next batch while the caller computes; same batches
     int vocab_size;             // of the model: a larger token id is an error; 0: unknown
     int eot_id;                 // used where the shards name none; -1: unknown, then every row counts as one document
 } DataLoaderOptions;
@@ -38,7 +38,7 @@ typedef struct {
 typedef struct {
     const int* tokens;    // (B,T)
     const int* targets;   // (B,T) the token that follows each
-    const int* doc_start; // (B,T) first position of t's document inside its row: 0 until the row's first EOT, then the last EOT's place
+    const int* doc_start; // (B,T) where t's document begins in its row: at the last EOT up to t, else 0
     double wait_ms;       // how long the caller stood still for this batch
 } Batch;
 
@@ -130,30 +130,33 @@ static inline uint32_t shard_token(const Shard* s, uint64_t i) {
 static inline void shard_bad_token(const Shard* s, uint64_t i, int vocab_size, char* err, size_t err_size) {
     unsigned long long at = SHARD_HEADER_INTS * sizeof(int32_t) + i * (unsigned)s->token_bytes;
     fail_with(err, err_size, "%s: token %llu (byte offset %llu) has id %u, but the model's vocabulary ends at %d; "
-              "these shards were made with another tokenizer", s->path, (unsigned long long)i, at, shard_token(s, i), vocab_size - 1);
+              "was this shard made with another tokenizer?", s->path, (unsigned long long)i, at, shard_token(s, i),
+              vocab_size - 1);
 }
 
 // Fatal unless the first 12 bytes are those of a shard; sets token_bytes and num_tokens.
 static inline void shard_check_magic(Shard* s) {
     if (s->map_size == 0) { fatal("%s is empty; make shards with prepro/text.py", s->path); }
     if (s->map_size < SHARD_HEADER_INTS * sizeof(int32_t)) {
-        fatal("%s has %zu bytes, less than a shard's header (%zu); is it truncated, or text (then --tokenize inline)?", s->path,
-              s->map_size, SHARD_HEADER_INTS * sizeof(int32_t));
+        fatal("%s has %zu bytes, less than a shard's header (%zu); is it truncated, or text (then --tokenize inline)?",
+              s->path, s->map_size, SHARD_HEADER_INTS * sizeof(int32_t));
     }
     const int32_t* header = (const int32_t*)(const void*)s->map;
     int version = header[0] == SHARD_MAGIC_32 ? 7 : header[0] == SHARD_MAGIC_16 ? 1 : 0;
     if (version == 0) {
-        fatal("%s is not a token shard (magic %d, not %d or %d); make shards with prepro/text.py, or read text with --tokenize inline",
-              s->path, (int)header[0], SHARD_MAGIC_32, SHARD_MAGIC_16);
+        fatal("%s is not a token shard (magic %d, not %d or %d); make shards with prepro/text.py, "
+              "or read text with --tokenize inline", s->path, (int)header[0], SHARD_MAGIC_32, SHARD_MAGIC_16);
     }
-    if (header[1] != version) { fatal("%s: shard version %d is not known (magic %d has version %d)", s->path, (int)header[1], (int)header[0], version); }
+    if (header[1] != version) {
+        fatal("%s: shard version %d is not known (magic %d has version %d)", s->path, (int)header[1], (int)header[0], version);
+    }
     s->token_bytes = version == 7 ? 4 : 2;
     if (header[2] <= 0) { fatal("%s: its header says that it holds %d tokens", s->path, (int)header[2]); }
     s->num_tokens = (uint64_t)header[2];
     uint64_t body = s->map_size - SHARD_HEADER_INTS * sizeof(int32_t);
     if (body != s->num_tokens * (unsigned)s->token_bytes) {
-        fatal("%s: its header says %llu tokens, but the file holds %llu of %d bytes; was it cut, or still being written?", s->path,
-              (unsigned long long)s->num_tokens, (unsigned long long)(body / (unsigned)s->token_bytes), s->token_bytes);
+        fatal("%s: its header says %llu tokens of %d bytes, but %llu bytes follow; was it cut, or is it still being written?",
+              s->path, (unsigned long long)s->num_tokens, s->token_bytes, (unsigned long long)body);
     }
 }
 
@@ -166,7 +169,8 @@ static inline void shard_check_vocab(DataLoader* l, Shard* s) {
     }
     if (eot_id >= 0) {
         if (l->eot_id >= 0 && l->eot_id != eot_id) {
-            fatal("%s: end-of-text id %d, but %d in the shards before it; they come from different tokenizers", s->path, eot_id, l->eot_id);
+            fatal("%s: end-of-text id %d, but %d in the shards before it; they come from different tokenizers", s->path,
+                  eot_id, l->eot_id);
         }
         l->eot_id = eot_id;
     }
@@ -216,7 +220,8 @@ static inline void document_add(DataLoader* l, size_t* room, const unsigned char
 
 // Adds the documents of one mapped file: the pieces between <|endoftext|>, without newlines at their ends, if
 // anything is left. Returns the stream's new length: a document is its EOT and a token for each byte.
-static inline uint64_t documents_of_file(DataLoader* l, size_t* room, const unsigned char* p, size_t size, uint64_t num_tokens) {
+static inline uint64_t documents_of_file(DataLoader* l, size_t* room, const unsigned char* p, size_t size,
+                                         uint64_t num_tokens) {
     const unsigned char* end = p + size;
     while (p < end) {
         const unsigned char* cut = find_eot_text(p, end);
@@ -241,7 +246,8 @@ static inline void text_open(DataLoader* l, const glob_t* files) {
     }
     const Tokenizer* tok = l->opt.tokenizer;
     if (!tokenizer_can_encode(tok) || tok->eot_id < 0) {
-        fatal("text can be read while training only with the byte tokenizer; make shards of %s with prepro/ and drop --tokenize inline", l->opt.pattern);
+        fatal("only the byte tokenizer can read text while training; make shards of %s with prepro/ and drop "
+              "--tokenize inline", l->opt.pattern);
     }
     if (l->opt.vocab_size > 0 && tok->vocab_size > l->opt.vocab_size) {
         fatal("the tokenizer has %d tokens, but the model's vocabulary only %d", tok->vocab_size, l->opt.vocab_size);
@@ -257,7 +263,8 @@ static inline void text_open(DataLoader* l, const glob_t* files) {
         unsigned char* map = map_file(files->gl_pathv[i], &size);
         size_t invalid = utf8_first_invalid((const char*)map, size);
         if (invalid < size) {
-            fatal("%s is not UTF-8 text (byte offset %zu); prepro/text.py can convert it, and shards need no --tokenize inline", files->gl_pathv[i], invalid);
+            fatal("%s is not UTF-8 text (byte offset %zu); make shards of it with prepro/text.py --encoding ..., and drop "
+                  "--tokenize inline", files->gl_pathv[i], invalid);
         }
         l->text_maps[i] = map;
         l->text_map_sizes[i] = size;
@@ -306,14 +313,16 @@ static inline void dataloader_check_size(const DataLoader* l) {
         uint64_t mid = low + (high - low) / 2;
         if (dataloader_count_sequences(l, mid) >= rows) { low = mid; } else { high = mid; }
     }
-    unsigned long long need = rows * l->opt.T + 1, seqs = l->num_sequences, per_rank = seqs / (unsigned)l->opt.num_ranks;
-    char advice[160];
-    if (per_rank > 0 && low > 0) { snprintf(advice, sizeof(advice), "at most --batch-size %llu or --seq-len %llu fits", per_rank, (unsigned long long)low); }
-    else if (low > 0) { snprintf(advice, sizeof(advice), "at most --seq-len %llu fits", (unsigned long long)low); }
-    else { snprintf(advice, sizeof(advice), "no --seq-len fits such a batch"); }
-    fatal("%s: %llu tokens in %zu file%s are %llu sequences of %zu; a batch of %zu on each of %d rank%s needs %llu (%llu tokens): %s",
-          l->opt.pattern, (unsigned long long)l->total_tokens, l->num_shards, l->num_shards == 1 ? "" : "s", seqs, l->opt.T, l->opt.B,
-          l->opt.num_ranks, l->opt.num_ranks == 1 ? "" : "s", (unsigned long long)rows, need, advice);
+    unsigned long long tokens = l->total_tokens, sequences = l->num_sequences, need = rows, largest_T = low;
+    unsigned long long largest_B = l->num_sequences / (uint64_t)l->opt.num_ranks;
+    char advice[160] = "no --seq-len fits such a batch";
+    if (largest_T > 0) { snprintf(advice, sizeof(advice), "at most --seq-len %llu fits", largest_T); }
+    if (largest_B > 0 && largest_T > 0) {
+        snprintf(advice, sizeof(advice), "at most --batch-size %llu or --seq-len %llu fits", largest_B, largest_T);
+    }
+    fatal("%s: %llu tokens in %zu file%s are %llu sequences of %zu, but a batch of %zu on %d rank%s needs %llu "
+          "(%llu tokens): %s", l->opt.pattern, tokens, l->num_shards, l->num_shards == 1 ? "" : "s", sequences, l->opt.T,
+          l->opt.B, l->opt.num_ranks, l->opt.num_ranks == 1 ? "" : "s", need, need * l->opt.T + 1, advice);
 }
 
 // ----------------------------------------------------------------------------
@@ -387,7 +396,8 @@ static inline bool dataloader_fill(DataLoader* l, BatchBuffer* buf, uint64_t pos
     position = dataloader_align(l, position);
     for (size_t b = 0; b < B; b++) {
         uint64_t sequence = dataloader_sequence_at(l, position + (uint64_t)l->opt.rank * B + b);
-        if (!dataloader_fill_row(l, sequence, buf->tokens + b * T, buf->targets + b * T, buf->doc_start + b * T)) { return false; }
+        size_t row = b * T;
+        if (!dataloader_fill_row(l, sequence, buf->tokens + row, buf->targets + row, buf->doc_start + row)) { return false; }
     }
     buf->next_position = position + (uint64_t)B * (uint64_t)l->opt.num_ranks;
     return true;
@@ -403,7 +413,7 @@ static inline void* dataloader_thread(void* arg) {
         while (!l->wanted && !l->closing) { pthread_cond_wait(&l->changed, &l->mutex); }
         if (l->closing) { break; }
         l->wanted = false;
-        BatchBuffer* buf = &l->buffers[1 - l->current]; // the caller changes `current` only while nothing is being filled
+        BatchBuffer* buf = &l->buffers[1 - l->current]; // `current` changes only while nothing is being filled
         uint64_t position = l->wanted_position;
         pthread_mutex_unlock(&l->mutex);
         dataloader_fill(l, buf, position); // a failure is in l->error
@@ -488,14 +498,17 @@ static inline void dataloader_allocate(DataLoader* l) {
 static inline void dataloader_open(DataLoader* l, const DataLoaderOptions* opt) {
     memset(l, 0, sizeof(*l));
     l->opt = *opt;
-    if (opt->B == 0 || opt->T == 0 || opt->T > INT_MAX) { fatal("batch size %zu and sequence length %zu must be at least 1", opt->B, opt->T); }
-    if (opt->num_ranks < 1 || opt->rank < 0 || opt->rank >= opt->num_ranks) { fatal("rank %d of %d ranks does not exist", opt->rank, opt->num_ranks); }
+    if (opt->B == 0 || opt->T == 0 || opt->T > INT_MAX) {
+        fatal("batch size %zu and sequence length %zu must be between 1 and %d", opt->B, opt->T, INT_MAX);
+    }
+    if (opt->rank < 0 || opt->rank >= opt->num_ranks) { fatal("there is no rank %d of %d", opt->rank, opt->num_ranks); }
     l->eot_id = -1;
 
     glob_t files;
     int status = glob(opt->pattern, GLOB_ERR, NULL, &files); // sorted by name
     if (status != 0 || files.gl_pathc == 0) {
-        fatal("no file matches '%s'%s", opt->pattern, status == 0 || status == GLOB_NOMATCH ? "" : " (a folder on the way cannot be read)");
+        bool unreadable = status != 0 && status != GLOB_NOMATCH;
+        fatal("no file matches '%s'%s", opt->pattern, unreadable ? ": a folder on the way cannot be read" : "");
     }
     l->shards = (Shard*)callocCheck(files.gl_pathc, sizeof(Shard));
     if (opt->text) {

@@ -5,11 +5,11 @@
 #define LLMC_TOKENIZER_H
 
 #include "check.h"
-
-#include <cjson/cJSON.h>
+#include "json.h"
 
 #define TOKENIZER_EOT "<|endoftext|>" // opens every document; the only special token of the byte tokenizer
 #define TOKENIZER_MAX_ID (1 << 24)    // a vocabulary index above this is taken for a broken file
+#define TOKENIZER_MAX_FILE ((size_t)1 << 28) // bytes of tokenizer.json; the largest known have some 30 MB
 #define TOKENIZER_MAX_BYTES 256       // what tokenizer_decode writes at most
 
 typedef struct {
@@ -59,7 +59,7 @@ static inline size_t tokenizer_decode(const Tokenizer* t, int id, char* out) {
 // has room for len. Returns the number of ids. Nothing is put in front: a caller that starts a document writes eot_id
 // itself.
 static inline size_t tokenizer_encode(const Tokenizer* t, const char* text, size_t len, int* ids) {
-    if (!t->can_encode) { fatal("this tokenizer has merges, which only prepro/ encodes; give token ids or shards made with it"); }
+    if (!t->can_encode) { fatal("this tokenizer has merges, which only prepro/ encodes; use shards made with it"); }
     const size_t eot_len = sizeof(TOKENIZER_EOT) - 1;
     size_t n = 0;
     for (size_t i = 0; i < len;) {
@@ -106,7 +106,11 @@ static inline int utf8_char(const char* s, int* len) {
 // ----------------------------------------------------------------------------
 // reading tokenizer.json
 
-typedef struct { int id; bool literal; const char* text; } TokenEntry; // literal: the text itself, not in the byte alphabet
+typedef struct {
+    int id;
+    bool literal; // the text itself, not in the byte alphabet
+    const char* text;
+} TokenEntry;
 
 static inline int token_entry_compare(const void* a, const void* b) {
     const TokenEntry* x = (const TokenEntry*)a;
@@ -121,31 +125,9 @@ static inline bool token_id_of(const cJSON* item, int* id) {
     return (double)*id == item->valuedouble;
 }
 
-// Whole file as a NUL-terminated string, NULL with errno set if it cannot be read.
-static inline char* read_text_file(const char* path) {
-    FILE* fp = fopen(path, "rb");
-    if (fp == NULL) { return NULL; }
-    size_t size = 0, room = 1 << 16;
-    char* text = (char*)mallocCheck(room);
-    for (;;) {
-        size += fread(text + size, 1, room - 1 - size, fp);
-        if (size < room - 1) { break; }
-        room *= 2;
-        text = (char*)reallocCheck(text, room);
-    }
-    int failed = ferror(fp) ? errno : 0; // a folder opens but does not read
-    fclose(fp);
-    text[size] = '\0';
-    if (failed) {
-        free(text);
-        errno = failed;
-        return NULL;
-    }
-    return text;
-}
-
 // Collects the vocabulary and the added tokens of a parsed file; *count entries, malloc'ed, sorted by id, one an id.
-static inline TokenEntry* token_entries(const cJSON* root, const char* path, size_t* count, char* err, size_t err_size) {
+static inline TokenEntry* token_entries(const cJSON* root, const char* path, size_t* count,
+                                        char* err, size_t err_size) {
     const cJSON* vocab = cJSON_GetObjectItemCaseSensitive(cJSON_GetObjectItemCaseSensitive(root, "model"), "vocab");
     const cJSON* added = cJSON_GetObjectItemCaseSensitive(root, "added_tokens");
     size_t room = 0, n = 0;
@@ -163,7 +145,8 @@ static inline TokenEntry* token_entries(const cJSON* root, const char* path, siz
         entries[n].text = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(item, "content"));
         entries[n].literal = true;
         bool id_ok = token_id_of(cJSON_GetObjectItemCaseSensitive(item, "id"), &entries[n].id);
-        if (!id_ok || entries[n].text == NULL) { bad = entries[n].text != NULL ? entries[n].text : "an added token without content"; }
+        if (entries[n].text == NULL) { bad = "an added token without content"; }
+        else if (!id_ok) { bad = entries[n].text; }
         n++;
     }
     if (!cJSON_IsObject(vocab) || bad != NULL || n == 0) {
@@ -171,7 +154,7 @@ static inline TokenEntry* token_entries(const cJSON* root, const char* path, siz
             fail_with(err, err_size, "%s: token \"%.60s\" has no valid id (an integer from 0 to %d)", path, bad,
                       TOKENIZER_MAX_ID - 1);
         } else {
-            fail_with(err, err_size, "%s: no \"vocab\" object in its \"model\"; only byte-level BPE files are read", path);
+            fail_with(err, err_size, "%s: no \"vocab\" in its \"model\"; only byte-level BPE files are read", path);
         }
         free(entries);
         return NULL;
@@ -209,7 +192,8 @@ static inline int token_entry_bytes(const TokenEntry* e, const int byte_of_char[
 }
 
 // Lays the entries out as one block of bytes with offsets, and notes which tokens are single bytes.
-static inline bool tokenizer_fill(Tokenizer* t, const TokenEntry* entries, size_t count, const char* path, char* err, size_t err_size) {
+static inline bool tokenizer_fill(Tokenizer* t, const TokenEntry* entries, size_t count, const char* path,
+                                  char* err, size_t err_size) {
     int chars[256], byte_of_char[512];
     byte_alphabet(chars);
     for (int i = 0; i < 512; i++) { byte_of_char[i] = -1; }
@@ -244,16 +228,14 @@ static inline bool tokenizer_fill(Tokenizer* t, const TokenEntry* entries, size_
 // in one line and there is nothing to free.
 static inline bool tokenizer_read(Tokenizer* t, const char* tokenizer_json, char* err, size_t err_size) {
     memset(t, 0, sizeof(*t));
-    char* text = read_text_file(tokenizer_json);
-    if (text == NULL) { return fail_with(err, err_size, "cannot read %s: %s", tokenizer_json, strerror(errno)); }
-    cJSON* root = cJSON_Parse(text);
-    free(text);
-    if (root == NULL) { return fail_with(err, err_size, "%s is not valid JSON", tokenizer_json); }
+    cJSON* root = json_read_file(tokenizer_json, TOKENIZER_MAX_FILE, err, err_size);
+    if (root == NULL) { return false; }
     size_t count = 0;
     TokenEntry* entries = token_entries(root, tokenizer_json, &count, err, err_size);
     bool ok = entries != NULL && tokenizer_fill(t, entries, count, tokenizer_json, err, err_size);
     if (ok) {
-        const cJSON* merges = cJSON_GetObjectItemCaseSensitive(cJSON_GetObjectItemCaseSensitive(root, "model"), "merges");
+        const cJSON* model = cJSON_GetObjectItemCaseSensitive(root, "model");
+        const cJSON* merges = cJSON_GetObjectItemCaseSensitive(model, "merges");
         t->can_encode = cJSON_GetArraySize(merges) == 0;
         for (int b = 0; b < 256; b++) { t->can_encode = t->can_encode && t->byte_ids[b] >= 0; }
     }
@@ -288,13 +270,15 @@ static inline void tokenizer_bytes_json(FILE* fp) {
     int chars[256];
     byte_alphabet(chars);
     fputs("{\n \"version\": \"1.0\",\n \"truncation\": null,\n \"padding\": null,\n \"added_tokens\": [\n"
-          "  {\"id\": 256, \"content\": \"" TOKENIZER_EOT "\", \"single_word\": false, \"lstrip\": false, \"rstrip\": false, "
-          "\"normalized\": false, \"special\": true}\n ],\n \"normalizer\": null,\n"
-          " \"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": false},\n"
+          "  {\"id\": 256, \"content\": \"" TOKENIZER_EOT "\", \"single_word\": false, "
+          "\"lstrip\": false, \"rstrip\": false, \"normalized\": false, \"special\": true}\n ],\n \"normalizer\": null,\n"
+          " \"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false, "
+          "\"trim_offsets\": true, \"use_regex\": false},\n"
           " \"post_processor\": null,\n"
-          " \"decoder\": {\"type\": \"ByteLevel\", \"add_prefix_space\": true, \"trim_offsets\": true, \"use_regex\": true},\n"
-          " \"model\": {\n  \"type\": \"BPE\", \"dropout\": null, \"unk_token\": null, \"continuing_subword_prefix\": null, "
-          "\"end_of_word_suffix\": null,\n  \"fuse_unk\": false, \"byte_fallback\": false, "
+          " \"decoder\": {\"type\": \"ByteLevel\", \"add_prefix_space\": true, "
+          "\"trim_offsets\": true, \"use_regex\": true},\n"
+          " \"model\": {\n  \"type\": \"BPE\", \"dropout\": null, \"unk_token\": null, "
+          "\"continuing_subword_prefix\": null, \"end_of_word_suffix\": null,\n  \"fuse_unk\": false, \"byte_fallback\": false, "
           "\"ignore_merges\": false,\n  \"vocab\": {\n", fp);
     for (int b = 0; b < 256; b++) { fprintf(fp, "   \"\\u%04x\": %d%s\n", (unsigned)chars[b], b, b < 255 ? "," : ""); }
     fputs("  },\n  \"merges\": []\n }\n}\n", fp);
@@ -309,8 +293,8 @@ static inline void tokenizer_bytes_write(const char* dir) {
     free(path);
     path = str_format("%s/tokenizer_config.json", dir);
     fp = fopenCheck(path, "wb");
-    fputs("{\n \"tokenizer_class\": \"PreTrainedTokenizerFast\",\n \"bos_token\": \"" TOKENIZER_EOT "\",\n \"eos_token\": \"" TOKENIZER_EOT
-          "\",\n \"clean_up_tokenization_spaces\": false\n}\n", fp);
+    fputs("{\n \"tokenizer_class\": \"PreTrainedTokenizerFast\",\n \"bos_token\": \"" TOKENIZER_EOT "\",\n"
+          " \"eos_token\": \"" TOKENIZER_EOT "\",\n \"clean_up_tokenization_spaces\": false\n}\n", fp);
     fcloseCheck(fp, path);
     free(path);
 }
@@ -397,22 +381,6 @@ static inline size_t utf8_stream_flush(Utf8Stream* s, char* out) {
     bool unfinished = s->count > 0;
     s->count = 0;
     return unfinished ? utf8_replacement(out) : 0;
-}
-
-// Offset of the first byte that is not part of valid UTF-8, len if all is well (a character cut at the end counts as
-// invalid).
-static inline size_t utf8_first_invalid(const char* text, size_t len) {
-    size_t i = 0;
-    while (i < len) {
-        unsigned char lead = (unsigned char)text[i];
-        int need = utf8_lead(lead);
-        if (need == 0 || (size_t)need > len - i) { return i; }
-        for (int k = 1; k < need; k++) {
-            if (!utf8_continues(lead, k, (unsigned char)text[i + (size_t)k])) { return i; }
-        }
-        i += (size_t)need;
-    }
-    return len;
 }
 
 #endif // LLMC_TOKENIZER_H
