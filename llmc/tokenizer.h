@@ -294,7 +294,8 @@ static inline void tokenizer_bytes_write(const char* dir) {
     path = str_format("%s/tokenizer_config.json", dir);
     fp = fopenCheck(path, "wb");
     fputs("{\n \"tokenizer_class\": \"PreTrainedTokenizerFast\",\n \"bos_token\": \"" TOKENIZER_EOT "\",\n"
-          " \"eos_token\": \"" TOKENIZER_EOT "\",\n \"clean_up_tokenization_spaces\": false\n}\n", fp);
+          " \"eos_token\": \"" TOKENIZER_EOT "\",\n \"clean_up_tokenization_spaces\": false,\n"
+          " \"model_input_names\": [\"input_ids\", \"attention_mask\"]\n}\n", fp); // 4.x adds token_type_ids otherwise
     fcloseCheck(fp, path);
     free(path);
 }
