@@ -52,7 +52,7 @@ static inline int argmax_token(const float* logits, int n) {
     return best < 0 ? 0 : best;
 }
 
-// Leaves what top-k and top-p allow, likeliest first, at c[n - 1], c[n - 2] ... and returns how many; *total: their sum.
+// Leaves what top-k and top-p allow at c[n - 1], c[n - 2] ..., likeliest first; returns how many. *total: their sum.
 // A heap in place of a sort: of a vocabulary of 150,000 only the few that are kept are put in order.
 static inline int candidates_keep(Candidate* c, int n, int top_k, float top_p, double* total) {
     int kept = 0;

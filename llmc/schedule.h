@@ -11,9 +11,9 @@
 #define WSD_DECAY_SHARE 0.2 // of the steps: MiniCPM (arXiv 2404.06395) takes 10%, Haegele et al. (2405.18392) 20%
 
 // The rate of 0-based `step` of `steps`. The warm-up climbs lr/W, 2lr/W ... lr: no step is spent at rate 0. The decay
-// over n steps runs from lr at its first step towards min_lr, which the step after the last would have (the convention of
-// llm.c, nanoGPT and transformers). Any warmup_steps >= 0 is taken: one longer than the run is cut off by its end, and
-// where nothing is left to decay there is no denominator of zero. "constant" does not use min_lr.
+// over n steps runs from lr at its first step towards min_lr, which the step after the last would have (the convention
+// of llm.c, nanoGPT and transformers). Any warmup_steps >= 0 is taken: one longer than the run is cut off by its end,
+// and where nothing is left to decay there is no denominator of zero. "constant" does not use min_lr.
 static inline double learning_rate(const char* schedule, int64_t step, int64_t warmup_steps, int64_t steps,
                                    double lr, double min_lr) {
     if (step < warmup_steps) { return lr * (double)(step + 1) / (double)warmup_steps; }
