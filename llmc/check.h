@@ -16,7 +16,7 @@
 #include <string.h>
 
 static const char* program_name = "moe";   // main sets it to its own name
-static void (*fatal_hook)(void) = NULL;    // called after the message and before exit; a multi-rank trainer stops its peers here
+static void (*fatal_hook)(void) = NULL;    // called after the message, before exit: several ranks stop each other here
 
 #define PRINTF_LIKE(fmt, args) __attribute__((format(printf, fmt, args)))
 
@@ -24,7 +24,7 @@ static void (*fatal_hook)(void) = NULL;    // called after the message and befor
 // messages
 
 static inline void message_line(const char* kind, const char* fmt, va_list args) {
-    // always exactly one line, written by one call: names inside it may come from a hostile file, so control characters become '?'
+    // always exactly one line, written by one call; names in it may come from a hostile file: no control characters
     char line[8192];
     int used = snprintf(line, sizeof(line), "%s: %s: ", program_name, kind);
     size_t n = used < 0 ? 0 : (size_t)used < sizeof(line) ? (size_t)used : sizeof(line) - 1;
@@ -60,7 +60,7 @@ static inline void warn(const char* fmt, ...) {
     va_end(args);
 }
 
-// For functions that report instead of stopping: writes the reason to err (one line, cut if too long) and returns false.
+// For functions that report instead of stopping: writes the reason to err (cut if too long) and returns false.
 PRINTF_LIKE(3, 4)
 static inline bool fail_with(char* err, size_t err_size, const char* fmt, ...) {
     if (err != NULL && err_size > 0) {
@@ -75,17 +75,19 @@ static inline bool fail_with(char* err, size_t err_size, const char* fmt, ...) {
 // ----------------------------------------------------------------------------
 // sizes and memory
 
-// a * b, or the end of the program where the product does not fit (a size computed from a file or an option may be anything).
+// a * b, or fatal where the product does not fit: a size that comes from a file or an option may be anything.
 static inline size_t mul_check(size_t a, size_t b) {
     size_t product;
-    if (__builtin_mul_overflow(a, b, &product)) { fatal("size overflow: %zu * %zu does not fit in %zu bits", a, b, 8 * sizeof(size_t)); }
+    if (__builtin_mul_overflow(a, b, &product)) {
+        fatal("size overflow: %zu * %zu does not fit in %zu bits", a, b, 8 * sizeof(size_t));
+    }
     return product;
 }
 
 static inline void* memory_check(void* p, size_t bytes, const char* call, const char* file, int line) {
     if (p == NULL) {
-        fatal("out of memory: %s of %zu bytes (%.2f GiB) failed at %s:%d; try a smaller --batch-size, --seq-len or model", call, bytes,
-              (double)bytes / (1024.0 * 1024.0 * 1024.0), file, line);
+        fatal("out of memory: %s of %zu bytes (%.2f GiB) failed (%s:%d); try a smaller --batch-size or --seq-len", call,
+              bytes, (double)bytes / (1024.0 * 1024.0 * 1024.0), file, line);
     }
     return p;
 }
@@ -105,7 +107,7 @@ static inline char* strdup_check(const char* s, const char* file, int line) {
 // 0 bytes give a pointer that free() takes, never NULL
 #define mallocCheck(bytes) memory_check(malloc((bytes) > 0 ? (bytes) : 1), (bytes), "malloc", __FILE__, __LINE__)
 #define callocCheck(n, size) calloc_check((n), (size), __FILE__, __LINE__)
-#define reallocCheck(p, bytes) memory_check(realloc((p), (bytes) > 0 ? (bytes) : 1), (bytes), "realloc", __FILE__, __LINE__)
+#define reallocCheck(p, n) memory_check(realloc((p), (n) > 0 ? (n) : 1), (n), "realloc", __FILE__, __LINE__)
 #define strdupCheck(s) strdup_check((s), __FILE__, __LINE__)
 
 // A malloc'ed string of any length, for paths: printf into memory.
@@ -128,7 +130,10 @@ static inline char* str_format(const char* fmt, ...) {
 
 static inline FILE* fopen_check(const char* path, const char* mode, const char* file, int line) {
     FILE* fp = fopen(path, mode);
-    if (fp == NULL) { fatal("cannot open %s for %s: %s (%s:%d)", path, mode[0] == 'r' ? "reading" : "writing", strerror(errno), file, line); }
+    if (fp == NULL) {
+        fatal("cannot open %s for %s: %s (%s:%d)", path, mode[0] == 'r' ? "reading" : "writing", strerror(errno), file,
+              line);
+    }
     return fp;
 }
 
@@ -136,15 +141,18 @@ static inline void fclose_check(FILE* fp, const char* path, const char* file, in
     bool failed_before = ferror(fp) != 0;
     errno = 0;
     if (fclose(fp) != 0 || failed_before) {
-        fatal("writing %s failed: %s (%s:%d); is the disk full?", path, errno != 0 ? strerror(errno) : "earlier write error", file, line);
+        fatal("writing %s failed: %s (%s:%d); is the disk full?", path,
+              errno != 0 ? strerror(errno) : "earlier write error", file, line);
     }
 }
 
-static inline void fwrite_check(const void* ptr, size_t size, size_t n, FILE* fp, const char* path, const char* file, int line) {
+static inline void fwrite_check(const void* ptr, size_t size, size_t n, FILE* fp, const char* path, const char* file,
+                                int line) {
     if (size == 0 || n == 0) { return; }
     errno = 0;
     if (fwrite(ptr, size, n, fp) != n) {
-        fatal("writing %zu bytes to %s failed: %s (%s:%d)", mul_check(size, n), path, errno != 0 ? strerror(errno) : "short write", file, line);
+        fatal("writing %zu bytes to %s failed: %s (%s:%d)", mul_check(size, n), path,
+              errno != 0 ? strerror(errno) : "short write", file, line);
     }
 }
 

@@ -1,5 +1,5 @@
-// checkpoint.h: saving and resuming. A checkpoint is a Hugging Face folder OUT/step_00000100 plus the optimizer's state beside the weights.
-// It is written under a temporary name, synced and then renamed, so a folder that has its name is complete, whatever kills the program when.
+// checkpoint.h: saving and resuming. A checkpoint is a Hugging Face folder, OUT/step_00000100, plus optimizer state.
+// Written under a temporary name, synced, then renamed: a folder that has its name is complete, whatever happened.
 #ifndef LLMC_CHECKPOINT_H
 #define LLMC_CHECKPOINT_H
 
@@ -17,13 +17,14 @@
 #define CHECKPOINT_BYTE_TOKENIZER "bytes"
 
 // Gives elements begin .. begin+count-1 of a parameter; what is "weight", "m", "v" or "master".
-typedef void (*ParamFetch)(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count, float* values);
+typedef void (*ParamFetch)(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count,
+                           float* values);
 
 typedef struct {
     int64_t step;           // optimizer steps done
     uint64_t tokens;        // trained on so far
     uint64_t data_position; // dataloader_position: sequences consumed by all ranks
-    uint64_t data_tokens;   // tokens in the training data when saved (0: not known); another number on resume means other data
+    uint64_t data_tokens;   // in the training data when saved (0: not known); another number on resume: other data
     uint64_t sampler_rng, seed;
     bool has_master;        // fp32 master weights lie in trainer_state.safetensors
     cJSON* options;         // the options the run was started with, echoed; may be NULL. Freed by trainer_state_free
@@ -47,7 +48,8 @@ static inline void checkpoint_declare(StWriter* w, const ParamTable* table, cons
     }
 }
 
-static inline void checkpoint_write(StWriter* w, const ParamTable* table, const char* what, ParamFetch fetch, void* ctx) {
+static inline void checkpoint_write(StWriter* w, const ParamTable* table, const char* what, ParamFetch fetch,
+                                    void* ctx) {
     const size_t chunk = (size_t)1 << 20;
     float* buffer = (float*)mallocCheck(chunk * sizeof(float));
     for (size_t i = 0; i < table->count; i++) {
@@ -61,8 +63,8 @@ static inline void checkpoint_write(StWriter* w, const ParamTable* table, const 
     free(buffer);
 }
 
-static inline void checkpoint_write_tensors(const char* dir, const ParamTable* table, StDtype weights_dtype, bool with_master,
-                                            ParamFetch fetch, void* ctx) {
+static inline void checkpoint_write_tensors(const char* dir, const ParamTable* table, StDtype weights_dtype,
+                                            bool with_master, ParamFetch fetch, void* ctx) {
     StWriter w;
     char* path = str_format("%s/model.safetensors", dir);
     st_writer_open(&w, path);
@@ -116,8 +118,9 @@ static inline void checkpoint_write_generation(const char* dir, const MoEConfig*
 
 // Copies tokenizer.json and the files that belong to it from the folder it lies in, as far as they are there.
 static inline void checkpoint_write_tokenizer(const char* dir, const char* tokenizer_json) {
-    static const char* const companions[] = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-                                             "merges.txt", "chat_template.jinja"};
+    static const char* const companions[] = {
+        "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+        "chat_template.jinja"};
     if (strcmp(tokenizer_json, CHECKPOINT_BYTE_TOKENIZER) == 0) { tokenizer_bytes_write(dir); return; }
     const char* slash = strrchr(tokenizer_json, '/');
     int folder = slash != NULL ? (int)(slash - tokenizer_json) : 0;
@@ -125,7 +128,8 @@ static inline void checkpoint_write_tokenizer(const char* dir, const char* token
     file_copy(tokenizer_json, to);
     free(to);
     for (size_t i = 0; i < sizeof(companions) / sizeof(companions[0]); i++) {
-        char* from = slash != NULL ? str_format("%.*s/%s", folder, tokenizer_json, companions[i]) : strdupCheck(companions[i]);
+        char* from =
+            slash != NULL ? str_format("%.*s/%s", folder, tokenizer_json, companions[i]) : strdupCheck(companions[i]);
         to = str_format("%s/%s", dir, companions[i]);
         if (path_exists(from)) { file_copy(from, to); }
         free(from);
@@ -162,7 +166,7 @@ static inline char** checkpoint_list(const char* out, size_t* count) {
     return names;
 }
 
-// The highest step saved in out, or -1: a run that does not resume must not mix its checkpoints with those of an older one.
+// The highest step saved in out, or -1: a run that does not resume must not mix its checkpoints with an older run's.
 static inline int64_t checkpoint_newest_step(const char* out) {
     if (!path_is_folder(out)) { return -1; }
     size_t count;
@@ -184,8 +188,8 @@ static inline void checkpoint_abandon(void) {
     if (checkpoint_outer_hook != NULL) { checkpoint_outer_hook(); }
 }
 
-// Gives a complete, synced folder its name. If the name is taken, the old folder steps aside first; should the program die
-// between the two renames, checkpoint_recover puts it back.
+// Gives a complete, synced folder its name. If the name is taken, the old folder steps aside first; should the program
+// die between the two renames, checkpoint_recover puts it back.
 static inline void checkpoint_publish(const char* out, const char* temporary, const char* name) {
     char* final_path = str_format("%s/%s", out, name);
     char* old_path = str_format("%s/." CHECKPOINT_OLD "%s", out, name);
@@ -215,21 +219,24 @@ static inline void checkpoint_prune(const char* out, const char* newest, int kee
         char* path = str_format("%s/%s", out, names[i]);
         char* removing = str_format("%s/." CHECKPOINT_REMOVING "%s", out, names[i]);
         path_remove(removing);
-        if (rename(path, removing) != 0 || !path_remove(removing)) { warn("cannot remove the old checkpoint %s: %s", path, strerror(errno)); }
+        if (rename(path, removing) != 0 || !path_remove(removing)) {
+            warn("cannot remove the old checkpoint %s: %s", path, strerror(errno));
+        }
         free(path);
         free(removing);
     }
     folder_list_free(names);
 }
 
-// Writes OUT/step_N/ (N = state->step): config.json, generation_config.json and model.safetensors for Hugging Face, its weights in
-// weights_dtype (ST_F32 or ST_BF16); trainer_state.safetensors with m.*, v.* and, with_master, master.* in F32; trainer_state.json;
-// tokenizer files: tokenizer_json is a path whose file and neighbours are copied, CHECKPOINT_BYTE_TOKENIZER, or NULL for none.
-// fetch is asked for every value. Then removes all but the `keep` newest checkpoints (0: keeps all). On return everything is on the disk.
-// Any failure is fatal and leaves the checkpoints that were there as they were.
-static inline void checkpoint_save(const char* out, const MoEConfig* config, const ParamTable* table, const TrainerState* state,
-                                   StDtype weights_dtype, bool with_master, ParamFetch fetch, void* ctx,
-                                   const char* tokenizer_json, int keep) {
+// Writes OUT/step_N/ (N = state->step): config.json, generation_config.json and model.safetensors for Hugging Face, its
+// weights in weights_dtype (ST_F32 or ST_BF16); trainer_state.safetensors with m.*, v.* and, with_master, master.* in
+// F32; trainer_state.json; tokenizer files: tokenizer_json is a path whose file and neighbours are copied,
+// CHECKPOINT_BYTE_TOKENIZER, or NULL for none. fetch is asked for every value. Then removes all but the `keep` newest
+// checkpoints (0: keeps all). On return everything is on the disk. Any failure is fatal and leaves the checkpoints that
+// were there as they were.
+static inline void checkpoint_save(const char* out, const MoEConfig* config, const ParamTable* table,
+                                   const TrainerState* state, StDtype weights_dtype, bool with_master, ParamFetch fetch,
+                                   void* ctx, const char* tokenizer_json, int keep) {
     char name[40];
     snprintf(name, sizeof(name), "step_%08lld", (long long)state->step);
     char* dir = str_format("%s/." CHECKPOINT_SAVING "%s", out, name);
@@ -255,14 +262,17 @@ static inline void checkpoint_save(const char* out, const MoEConfig* config, con
 
 // Bytes one checkpoint takes (tensors; the rest is small).
 static inline size_t checkpoint_bytes(const ParamTable* table, StDtype weights_dtype, bool with_master) {
-    return mul_check(table->num_parameters, st_dtype_size(weights_dtype) + 8 + (with_master ? 4 : 0)) + ((size_t)1 << 20);
+    return mul_check(table->num_parameters, st_dtype_size(weights_dtype) + 8 + (with_master ? 4 : 0)) +
+           ((size_t)1 << 20);
 }
 
 // Before training: fatal if the disk of out could not take even one checkpoint.
-static inline void checkpoint_space_check(const char* out, const ParamTable* table, StDtype weights_dtype, bool with_master) {
+static inline void checkpoint_space_check(const char* out, const ParamTable* table, StDtype weights_dtype,
+                                          bool with_master) {
     struct statvfs fs;
     if (statvfs(out, &fs) != 0) { return; } // then the first save will tell
-    double available = (double)fs.f_bavail * (double)fs.f_frsize, needed = (double)checkpoint_bytes(table, weights_dtype, with_master);
+    double available = (double)fs.f_bavail * (double)fs.f_frsize;
+    double needed = (double)checkpoint_bytes(table, weights_dtype, with_master);
     if (available < needed) {
         fatal("--out %s has %.3f GB free, a checkpoint takes %.3f GB; free some space or choose another folder", out,
               available / 1e9, needed / 1e9);

@@ -1,5 +1,5 @@
-// checkpoint_read.h: the other half of checkpoint.h (which includes it): finding the newest complete checkpoint, reading its state,
-// opening --out for one process and tidying up after a save that was killed.
+// checkpoint_read.h: the other half of checkpoint.h (which includes it): finding the newest complete checkpoint,
+// reading its state, opening --out for one process and tidying up after a save that was killed.
 #ifndef LLMC_CHECKPOINT_READ_H
 #define LLMC_CHECKPOINT_READ_H
 
@@ -17,8 +17,8 @@ static inline bool checkpoint_read_state_file(TrainerState* state, const char* d
     }
     uint64_t step = 0;
     const struct { const char* name; uint64_t* value; } fields[] = {
-        {"step", &step}, {"tokens", &state->tokens}, {"data_position", &state->data_position}, {"data_tokens", &state->data_tokens},
-        {"sampler_rng", &state->sampler_rng}, {"seed", &state->seed},
+        {"step", &step}, {"tokens", &state->tokens}, {"data_position", &state->data_position},
+        {"data_tokens", &state->data_tokens}, {"sampler_rng", &state->sampler_rng}, {"seed", &state->seed},
     };
     for (size_t i = 0; i < sizeof(fields) / sizeof(fields[0]) && ok; i++) {
         if (!json_u64(cJSON_GetObjectItemCaseSensitive(json, fields[i].name), fields[i].value)) {
@@ -26,7 +26,9 @@ static inline bool checkpoint_read_state_file(TrainerState* state, const char* d
         }
     }
     const cJSON* master = cJSON_GetObjectItemCaseSensitive(json, "has_master");
-    if (ok && !cJSON_IsBool(master)) { ok = fail_with(err, err_size, "%s: \"has_master\" must be true or false", path); }
+    if (ok && !cJSON_IsBool(master)) {
+        ok = fail_with(err, err_size, "%s: \"has_master\" must be true or false", path);
+    }
     if (ok && step > (uint64_t)INT64_MAX) { ok = fail_with(err, err_size, "%s: \"step\" is too large", path); }
     if (ok) {
         state->step = (int64_t)step;
@@ -38,7 +40,8 @@ static inline bool checkpoint_read_state_file(TrainerState* state, const char* d
     return ok;
 }
 
-// Reads dir/trainer_state.json; fatal with the reason if it is missing or damaged. trainer_state_free frees what it holds.
+// Reads dir/trainer_state.json; fatal with the reason if it is missing or damaged. trainer_state_free frees what it
+// holds.
 static inline void checkpoint_state_read(const char* dir, TrainerState* state) {
     char err[1200];
     if (!checkpoint_read_state_file(state, dir, err, sizeof(err))) { fatal("cannot resume from %s: %s", dir, err); }
@@ -54,33 +57,45 @@ static inline const StTensor* checkpoint_find(const SafeTensors* st, const char*
 }
 
 // Every parameter of the table is in the file under prefix + name, with its shape.
-static inline bool checkpoint_check_tensors(const SafeTensors* st, const ParamTable* table, const char* prefix, char* err, size_t err_size) {
+static inline bool checkpoint_check_tensors(const SafeTensors* st, const ParamTable* table, const char* prefix,
+                                            char* err, size_t err_size) {
     for (size_t i = 0; i < table->count; i++) {
         const ParamTensor* p = &table->tensors[i];
         const StTensor* t = checkpoint_find(st, prefix, p);
         if (t == NULL) { return fail_with(err, err_size, "%s: tensor %s%s is missing", st->path, prefix, p->name); }
         bool same = t->ndim == p->ndim;
         for (int d = 0; d < p->ndim && same; d++) { same = t->shape[d] == p->shape[d]; }
-        if (!same) { return fail_with(err, err_size, "%s: tensor %s%s has another shape than config.json says", st->path, prefix, p->name); }
+        if (!same) {
+            return fail_with(err, err_size, "%s: tensor %s%s has another shape than config.json says", st->path, prefix,
+                             p->name);
+        }
     }
     return true;
 }
 
 // The state file holds what it must for this table: m, v, master if announced, and nothing else.
-static inline bool checkpoint_check_state(const SafeTensors* st, const ParamTable* table, bool has_master, char* err, size_t err_size) {
-    if (!checkpoint_check_tensors(st, table, "m.", err, err_size) || !checkpoint_check_tensors(st, table, "v.", err, err_size)) { return false; }
+static inline bool checkpoint_check_state(const SafeTensors* st, const ParamTable* table, bool has_master, char* err,
+                                          size_t err_size) {
+    if (!checkpoint_check_tensors(st, table, "m.", err, err_size) ||
+        !checkpoint_check_tensors(st, table, "v.", err, err_size)) {
+        return false;
+    }
     if (has_master && !checkpoint_check_tensors(st, table, "master.", err, err_size)) { return false; }
     size_t expected = table->count * (has_master ? 3 : 2);
-    return st->count == expected || fail_with(err, err_size, "%s has %zu tensors, %zu were expected", st->path, st->count, expected);
+    return st->count == expected ||
+           fail_with(err, err_size, "%s has %zu tensors, %zu were expected", st->path, st->count, expected);
 }
 
-static inline void checkpoint_load_kind(const SafeTensors* st, const ParamTable* table, const char* prefix, ParamStore store, void* ctx) {
+static inline void checkpoint_load_kind(const SafeTensors* st, const ParamTable* table, const char* prefix,
+                                        ParamStore store, void* ctx) {
     float* buffer = (float*)mallocCheck(HF_CHUNK * sizeof(float));
     bool squares = strcmp(prefix, "v.") == 0;
     for (size_t i = 0; i < table->count; i++) {
         const ParamTensor* p = &table->tensors[i];
         const StTensor* t = checkpoint_find(st, prefix, p);
-        if (t->dtype != ST_F32) { fatal("%s: tensor %s is %s, must be F32", st->path, t->name, st_dtype_name(t->dtype)); }
+        if (t->dtype != ST_F32) {
+            fatal("%s: tensor %s is %s, must be F32", st->path, t->name, st_dtype_name(t->dtype));
+        }
         for (size_t begin = 0; begin < p->numel; begin += HF_CHUNK) {
             size_t n = p->numel - begin < HF_CHUNK ? p->numel - begin : HF_CHUNK;
             st_to_f32_finite(st, t, begin, n, buffer);
@@ -93,10 +108,11 @@ static inline void checkpoint_load_kind(const SafeTensors* st, const ParamTable*
     free(buffer);
 }
 
-// Hands AdamW's moments of the checkpoint in dir to store_m and store_v. store_master (may be NULL) gets the fp32 master weights; where
-// the checkpoint has none (its weights are F32, or it ran without) it gets the weights themselves, so each trainer resumes the other's.
-static inline void checkpoint_moments_load(const char* dir, const ParamTable* table, ParamStore store_m, ParamStore store_v,
-                                           ParamStore store_master, void* ctx) {
+// Hands AdamW's moments of the checkpoint in dir to store_m and store_v. store_master (may be NULL) gets the fp32
+// master weights; where the checkpoint has none (its weights are F32, or it ran without) it gets the weights
+// themselves, so each trainer resumes the other's.
+static inline void checkpoint_moments_load(const char* dir, const ParamTable* table, ParamStore store_m,
+                                           ParamStore store_v, ParamStore store_master, void* ctx) {
     SafeTensors st, model;
     TrainerState state;
     char err[1200];
@@ -129,13 +145,16 @@ static inline void checkpoint_moments_load(const char* dir, const ParamTable* ta
 // ----------------------------------------------------------------------------
 // the newest complete checkpoint
 
-// Opens the parts and compares their lists of tensors with config.json (the values are not read). False with a reason if anything is off.
+// Opens the parts and compares their lists of tensors with config.json (the values are not read). False with a reason
+// if anything is off.
 static inline bool checkpoint_is_complete(const char* dir, char* err, size_t err_size) {
     MoEConfig config;
     TrainerState state;
     SafeTensors st;
     ParamTable table;
-    if (!config_read(&config, dir, err, err_size) || !checkpoint_read_state_file(&state, dir, err, err_size)) { return false; }
+    if (!config_read(&config, dir, err, err_size) || !checkpoint_read_state_file(&state, dir, err, err_size)) {
+        return false;
+    }
     param_table_build(&table, &config);
     char* path = str_format("%s/model.safetensors", dir);
     bool ok = st_open(&st, path, err, err_size);
@@ -157,22 +176,25 @@ static inline bool checkpoint_is_complete(const char* dir, char* err, size_t err
     return ok;
 }
 
-// A save over an existing step that died between its two renames left the old folder under another name: it gets its own back.
+// A save over an existing step that died between its two renames left the old folder under another name: it gets its
+// own back.
 static inline void checkpoint_recover(const char* out) {
     size_t count;
     char** names = folder_list(out, "." CHECKPOINT_OLD "step_", &count);
     for (size_t i = 0; i < count; i++) {
         char* old_path = str_format("%s/%s", out, names[i]);
         char* path = str_format("%s/%s", out, names[i] + strlen("." CHECKPOINT_OLD));
-        if (!path_exists(path) && rename(old_path, path) == 0) { warn("%s was put back after an interrupted save", path); }
+        if (!path_exists(path) && rename(old_path, path) == 0) {
+            warn("%s was put back after an interrupted save", path);
+        }
         free(old_path);
         free(path);
     }
     folder_list_free(names);
 }
 
-// The path (malloc'ed) of the newest complete checkpoint in out, or NULL if there is none. A folder that has a checkpoint's name but lacks
-// or damages a part, and what a killed save left, is named in a warning and passed over.
+// The path (malloc'ed) of the newest complete checkpoint in out, or NULL if there is none. A folder that has a
+// checkpoint's name but lacks or damages a part, and what a killed save left, is named in a warning and passed over.
 static inline char* checkpoint_latest(const char* out) {
     if (!path_is_folder(out)) { return NULL; }
     checkpoint_recover(out);
@@ -211,9 +233,9 @@ static inline void checkpoint_tidy(const char* out, const char* prefix) {
     folder_list_free(names);
 }
 
-// Opens the output folder for this process alone: makes it if need be, makes sure it can be written, locks it until the program ends, and
-// tidies up after a save that was killed. Returns the lock's descriptor (close it to give the folder back). Fatal if out is a
-// file, cannot be written, or another process has it.
+// Opens the output folder for this process alone: makes it if need be, makes sure it can be written, locks it until the
+// program ends, and tidies up after a save that was killed. Returns the lock's descriptor (close it to give the folder
+// back). Fatal if out is a file, cannot be written, or another process has it.
 static inline int checkpoint_out_open(const char* out) {
     char text[32];
     folder_make(out);
@@ -224,12 +246,16 @@ static inline int checkpoint_out_open(const char* out) {
         if (errno == EWOULDBLOCK) {
             ssize_t n = pread(fd, text, sizeof(text) - 1, 0);
             text[n > 0 ? n : 0] = '\0';
-            fatal("another process (pid %.*s) is using --out %s; choose another folder or wait for it", (int)strcspn(text, "\n"), text, out);
+            fatal("another process (pid %.*s) is using --out %s; choose another folder or wait for it",
+                  (int)strcspn(text, "\n"), text, out);
         }
-        warn("%s cannot be locked (%s): make sure that no other run saves there", out, strerror(errno)); // some network file systems
+        warn("%s cannot be locked (%s): make sure that no other run saves there", out,
+             strerror(errno)); // some network file systems
     }
     int n = snprintf(text, sizeof(text), "%ld\n", (long)getpid());
-    if (ftruncate(fd, 0) != 0 || pwrite(fd, text, (size_t)n, 0) != n) { fatal("cannot write to --out %s: %s", out, strerror(errno)); }
+    if (ftruncate(fd, 0) != 0 || pwrite(fd, text, (size_t)n, 0) != n) {
+        fatal("cannot write to --out %s: %s", out, strerror(errno));
+    }
     free(path);
     checkpoint_recover(out);
     checkpoint_tidy(out, "." CHECKPOINT_SAVING);

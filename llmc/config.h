@@ -1,5 +1,5 @@
 // config.h: the model's sizes (MoEConfig <-> Hugging Face's config.json, presets) and the table of its parameters.
-// Everything that has to know "which tensors are there, how large, in which order" asks the table; nothing refers to a tensor by number.
+// Who has to know which tensors there are, how large, in which order, asks the table; nothing has a number of its own.
 #ifndef LLMC_CONFIG_H
 #define LLMC_CONFIG_H
 
@@ -11,8 +11,8 @@
 #define CONFIG_MAX_EXPERTS 65536
 #define CONFIG_MAX_FILE_BYTES ((size_t)16 << 20)
 
-// The fields have Hugging Face's names. Letters of the papers: V vocab_size, C hidden_size, L num_hidden_layers, NH NKV HD heads,
-// E num_experts, K num_experts_per_tok, F moe_intermediate_size.
+// The fields have Hugging Face's names. In shapes they are letters: V vocab_size, C hidden_size, L num_hidden_layers,
+// NH NKV HD heads, kv heads, head_dim; E num_experts, K num_experts_per_tok, F moe_intermediate_size.
 typedef struct {
     int vocab_size, hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim;
     int num_experts, num_experts_per_tok, moe_intermediate_size;
@@ -78,10 +78,12 @@ static inline bool config_preset(MoEConfig* config, const char* name) {
 
 static inline bool config_check_layers(const MoEConfig* c, char* err, size_t err_size) {
     if (c->num_hidden_layers > CONFIG_MAX_LAYERS) {
-        return fail_with(err, err_size, "num_hidden_layers is %d, more than the %d supported", c->num_hidden_layers, CONFIG_MAX_LAYERS);
+        return fail_with(err, err_size, "num_hidden_layers is %d, more than the %d supported", c->num_hidden_layers,
+                         CONFIG_MAX_LAYERS);
     }
     if (c->num_mlp_only_layers < 0 || c->num_mlp_only_layers > CONFIG_MAX_LAYERS) {
-        return fail_with(err, err_size, "mlp_only_layers has %d entries, more than the %d supported", c->num_mlp_only_layers, CONFIG_MAX_LAYERS);
+        return fail_with(err, err_size, "mlp_only_layers has %d entries, more than the %d supported",
+                         c->num_mlp_only_layers, CONFIG_MAX_LAYERS);
     }
     for (int i = 0; i < c->num_mlp_only_layers; i++) {
         if (c->mlp_only_layers[i] < 0 || c->mlp_only_layers[i] >= c->num_hidden_layers) {
@@ -94,8 +96,12 @@ static inline bool config_check_layers(const MoEConfig* c, char* err, size_t err
 
 static inline bool config_check_floats(const MoEConfig* c, char* err, size_t err_size) {
     // written so that NaN fails, too
-    if (!(c->rope_theta > 0 && c->rope_theta < 1e30)) { return fail_with(err, err_size, "rope_theta is %g, must be above 0", c->rope_theta); }
-    if (!(c->rms_norm_eps > 0 && c->rms_norm_eps < 1)) { return fail_with(err, err_size, "rms_norm_eps is %g, must be above 0 and below 1", c->rms_norm_eps); }
+    if (!(c->rope_theta > 0 && c->rope_theta < 1e30)) {
+        return fail_with(err, err_size, "rope_theta is %g, must be above 0", c->rope_theta);
+    }
+    if (!(c->rms_norm_eps > 0 && c->rms_norm_eps < 1)) {
+        return fail_with(err, err_size, "rms_norm_eps is %g, must be above 0 and below 1", c->rms_norm_eps);
+    }
     if (!(c->initializer_range > 0 && c->initializer_range < 1e3)) {
         return fail_with(err, err_size, "initializer_range is %g, must be above 0", c->initializer_range);
     }
@@ -110,7 +116,8 @@ static inline bool config_check_tokens(const MoEConfig* c, char* err, size_t err
     int ids[2] = {c->bos_token_id, c->eos_token_id};
     for (int i = 0; i < 2; i++) {
         if (ids[i] < -1 || ids[i] >= c->vocab_size) {
-            return fail_with(err, err_size, "%s is %d, outside the vocabulary of %d tokens (null means none)", names[i], ids[i], c->vocab_size);
+            return fail_with(err, err_size, "%s is %d, outside the vocabulary of %d tokens (null means none)", names[i],
+                             ids[i], c->vocab_size);
         }
     }
     return true;
@@ -124,34 +131,46 @@ static inline double config_estimate_parameters(const MoEConfig* c) {
     return c->num_hidden_layers * layer + 2.0 * c->vocab_size * C + C;
 }
 
-// True if the model can be built: ranges, divisibility, no size overflows. Else false and one line in err that names the field.
+// True if the model can be built: ranges, divisibility, no size overflows. Else false and one line in err that names
+// the field.
 static inline bool config_check(const MoEConfig* c, char* err, size_t err_size) {
     const struct { const char* name; int value; } positive[] = {
         {"vocab_size", c->vocab_size}, {"hidden_size", c->hidden_size}, {"num_hidden_layers", c->num_hidden_layers},
-        {"num_attention_heads", c->num_attention_heads}, {"num_key_value_heads", c->num_key_value_heads}, {"head_dim", c->head_dim},
-        {"num_experts", c->num_experts}, {"num_experts_per_tok", c->num_experts_per_tok}, {"moe_intermediate_size", c->moe_intermediate_size},
-        {"intermediate_size", c->intermediate_size}, {"max_position_embeddings", c->max_position_embeddings}, {"decoder_sparse_step", c->decoder_sparse_step},
+        {"num_attention_heads", c->num_attention_heads}, {"num_key_value_heads", c->num_key_value_heads},
+        {"head_dim", c->head_dim}, {"num_experts", c->num_experts}, {"num_experts_per_tok", c->num_experts_per_tok},
+        {"moe_intermediate_size", c->moe_intermediate_size}, {"intermediate_size", c->intermediate_size},
+        {"max_position_embeddings", c->max_position_embeddings}, {"decoder_sparse_step", c->decoder_sparse_step},
     };
     for (size_t i = 0; i < sizeof(positive) / sizeof(positive[0]); i++) {
-        if (positive[i].value < 1) { return fail_with(err, err_size, "%s is %d, must be at least 1", positive[i].name, positive[i].value); }
+        if (positive[i].value < 1) {
+            return fail_with(err, err_size, "%s is %d, must be at least 1", positive[i].name, positive[i].value);
+        }
     }
-    if (!config_check_layers(c, err, err_size) || !config_check_floats(c, err, err_size) || !config_check_tokens(c, err, err_size)) { return false; }
+    if (!config_check_layers(c, err, err_size) || !config_check_floats(c, err, err_size) ||
+        !config_check_tokens(c, err, err_size)) {
+        return false;
+    }
     if (c->num_attention_heads % c->num_key_value_heads != 0) {
-        return fail_with(err, err_size, "num_attention_heads (%d) must be a multiple of num_key_value_heads (%d)", c->num_attention_heads, c->num_key_value_heads);
+        return fail_with(err, err_size, "num_attention_heads (%d) must be a multiple of num_key_value_heads (%d)",
+                         c->num_attention_heads, c->num_key_value_heads);
     }
     if (c->head_dim % 8 != 0 || c->head_dim > 128) {
         return fail_with(err, err_size, "head_dim is %d, must be a multiple of 8 up to 128", c->head_dim);
     }
-    if (c->num_experts > CONFIG_MAX_EXPERTS) { return fail_with(err, err_size, "num_experts is %d, more than the %d supported", c->num_experts, CONFIG_MAX_EXPERTS); }
-    if (c->num_experts_per_tok > c->num_experts) {
-        return fail_with(err, err_size, "num_experts_per_tok (%d) is larger than num_experts (%d)", c->num_experts_per_tok, c->num_experts);
+    if (c->num_experts > CONFIG_MAX_EXPERTS) {
+        return fail_with(err, err_size, "num_experts is %d, more than the %d supported", c->num_experts,
+                         CONFIG_MAX_EXPERTS);
     }
-    // heads * head_dim and 2F are used as row counts in int by BLAS; 16 bytes a parameter is fp32 weight, gradient, m and v
-    if ((int64_t)c->num_attention_heads * c->head_dim > INT_MAX / 4 || c->moe_intermediate_size > INT_MAX / 4 || c->intermediate_size > INT_MAX / 4 ||
-        c->hidden_size > INT_MAX / 4 || c->vocab_size > INT_MAX / 4 || (int64_t)c->num_hidden_layers * c->num_experts > 4194304 ||
-        config_estimate_parameters(c) > 1e15) {
-        return fail_with(err, err_size, "the sizes are too large: about %.3g parameters in %lld experts", config_estimate_parameters(c),
-                         (long long)c->num_hidden_layers * c->num_experts);
+    if (c->num_experts_per_tok > c->num_experts) {
+        return fail_with(err, err_size, "num_experts_per_tok (%d) is larger than num_experts (%d)",
+                         c->num_experts_per_tok, c->num_experts);
+    }
+    // BLAS takes heads * head_dim and 2F as int; beyond 1e15 parameters byte counts would not be exact
+    if ((int64_t)c->num_attention_heads * c->head_dim > INT_MAX / 4 || c->moe_intermediate_size > INT_MAX / 4 ||
+        c->intermediate_size > INT_MAX / 4 || c->hidden_size > INT_MAX / 4 || c->vocab_size > INT_MAX / 4 ||
+        (int64_t)c->num_hidden_layers * c->num_experts > 4194304 || config_estimate_parameters(c) > 1e15) {
+        return fail_with(err, err_size, "the sizes are too large: about %.3g parameters in %lld experts",
+                         config_estimate_parameters(c), (long long)c->num_hidden_layers * c->num_experts);
     }
     return true;
 }
@@ -175,7 +194,8 @@ typedef struct {
     size_t count;
     size_t num_parameters;       // all
     size_t num_active;           // used by one token: K of E experts, the rest whole
-    size_t num_matmul_active;    // of those, the ones in matrix products for one token: no embedding lookup, no norms; router and lm_head (tied or not) count
+    size_t num_matmul_active;    // of those, the ones in matrix products: router and lm_head (tied or not) count,
+                                 // the embedding's lookup and the norms do not
     const ParamTensor** by_name; // the same tensors sorted by name, for lookups
 } ParamTable;
 
@@ -184,27 +204,27 @@ typedef enum { PARAM_FIRST, PARAM_LAYER, PARAM_MOE, PARAM_EXPERT, PARAM_DENSE, P
 typedef struct { const char* name; ParamScope scope; ParamDim rows, cols; int expert_group; } ParamSpec;
 
 // One row a family of tensors; {l} and {e} stand for layer and expert. The order is the order in memory, chosen so that
-// q|k|v are one matrix [NH*HD + 2*NKV*HD, C], an expert's gate|up one [2F, C], all experts one [E, 2F, C] and one [E, C, F]:
-// rows of one expert_group alternate expert by expert.
+// q|k|v are one matrix [NH*HD + 2*NKV*HD, C], an expert's gate|up one [2F, C], all experts one [E, 2F, C] and one
+// [E, C, F]: rows of one expert_group alternate expert by expert.
 static const ParamSpec param_specs[] = {
-    {"model.embed_tokens.weight",                           PARAM_FIRST,  DIM_V,     DIM_C,     0},
-    {"model.layers.{l}.input_layernorm.weight",             PARAM_LAYER,  DIM_C,     DIM_NONE,  0},
-    {"model.layers.{l}.self_attn.q_proj.weight",            PARAM_LAYER,  DIM_Q,     DIM_C,     0},
-    {"model.layers.{l}.self_attn.k_proj.weight",            PARAM_LAYER,  DIM_KV,    DIM_C,     0},
-    {"model.layers.{l}.self_attn.v_proj.weight",            PARAM_LAYER,  DIM_KV,    DIM_C,     0},
-    {"model.layers.{l}.self_attn.q_norm.weight",            PARAM_LAYER,  DIM_HD,    DIM_NONE,  0},
-    {"model.layers.{l}.self_attn.k_norm.weight",            PARAM_LAYER,  DIM_HD,    DIM_NONE,  0},
-    {"model.layers.{l}.self_attn.o_proj.weight",            PARAM_LAYER,  DIM_C,     DIM_Q,     0},
-    {"model.layers.{l}.post_attention_layernorm.weight",    PARAM_LAYER,  DIM_C,     DIM_NONE,  0},
-    {"model.layers.{l}.mlp.gate.weight",                    PARAM_MOE,    DIM_E,     DIM_C,     0},
+    {"model.embed_tokens.weight",                        PARAM_FIRST,  DIM_V,     DIM_C,     0},
+    {"model.layers.{l}.input_layernorm.weight",          PARAM_LAYER,  DIM_C,     DIM_NONE,  0},
+    {"model.layers.{l}.self_attn.q_proj.weight",         PARAM_LAYER,  DIM_Q,     DIM_C,     0},
+    {"model.layers.{l}.self_attn.k_proj.weight",         PARAM_LAYER,  DIM_KV,    DIM_C,     0},
+    {"model.layers.{l}.self_attn.v_proj.weight",         PARAM_LAYER,  DIM_KV,    DIM_C,     0},
+    {"model.layers.{l}.self_attn.q_norm.weight",         PARAM_LAYER,  DIM_HD,    DIM_NONE,  0},
+    {"model.layers.{l}.self_attn.k_norm.weight",         PARAM_LAYER,  DIM_HD,    DIM_NONE,  0},
+    {"model.layers.{l}.self_attn.o_proj.weight",         PARAM_LAYER,  DIM_C,     DIM_Q,     0},
+    {"model.layers.{l}.post_attention_layernorm.weight", PARAM_LAYER,  DIM_C,     DIM_NONE,  0},
+    {"model.layers.{l}.mlp.gate.weight",                 PARAM_MOE,    DIM_E,     DIM_C,     0},
     {"model.layers.{l}.mlp.experts.{e}.gate_proj.weight",   PARAM_EXPERT, DIM_F,     DIM_C,     1},
-    {"model.layers.{l}.mlp.experts.{e}.up_proj.weight",     PARAM_EXPERT, DIM_F,     DIM_C,     1},
+    {"model.layers.{l}.mlp.experts.{e}.up_proj.weight",  PARAM_EXPERT, DIM_F,     DIM_C,     1},
     {"model.layers.{l}.mlp.experts.{e}.down_proj.weight",   PARAM_EXPERT, DIM_C,     DIM_F,     2},
-    {"model.layers.{l}.mlp.gate_proj.weight",               PARAM_DENSE,  DIM_DENSE, DIM_C,     0},
-    {"model.layers.{l}.mlp.up_proj.weight",                 PARAM_DENSE,  DIM_DENSE, DIM_C,     0},
-    {"model.layers.{l}.mlp.down_proj.weight",               PARAM_DENSE,  DIM_C,     DIM_DENSE, 0},
-    {"model.norm.weight",                                   PARAM_LAST,   DIM_C,     DIM_NONE,  0},
-    {"lm_head.weight",                                      PARAM_HEAD,   DIM_V,     DIM_C,     0}, // absent when tied to the embedding
+    {"model.layers.{l}.mlp.gate_proj.weight",            PARAM_DENSE,  DIM_DENSE, DIM_C,     0},
+    {"model.layers.{l}.mlp.up_proj.weight",              PARAM_DENSE,  DIM_DENSE, DIM_C,     0},
+    {"model.layers.{l}.mlp.down_proj.weight",            PARAM_DENSE,  DIM_C,     DIM_DENSE, 0},
+    {"model.norm.weight",                                PARAM_LAST,   DIM_C,     DIM_NONE,  0},
+    {"lm_head.weight",                                   PARAM_HEAD,   DIM_V,     DIM_C,     0}, // not when tied
 };
 #define NUM_PARAM_SPECS (sizeof(param_specs) / sizeof(param_specs[0]))
 
@@ -237,7 +257,8 @@ static inline void param_name(char* out, size_t size, const char* pattern, int l
     out[n] = '\0';
 }
 
-static inline void param_append(ParamTable* table, size_t* capacity, const MoEConfig* c, const ParamSpec* spec, int layer, int expert) {
+static inline void param_append(ParamTable* table, size_t* capacity, const MoEConfig* c, const ParamSpec* spec,
+                                int layer, int expert) {
     if (table->count == *capacity) {
         *capacity = *capacity == 0 ? 256 : 2 * *capacity;
         table->tensors = (ParamTensor*)reallocCheck(table->tensors, mul_check(*capacity, sizeof(ParamTensor)));
@@ -281,7 +302,8 @@ static inline int param_compare_names(const void* a, const void* b) {
     return strcmp((*(const ParamTensor* const*)a)->name, (*(const ParamTensor* const*)b)->name);
 }
 
-// Lists every tensor of the model with its place in an unpadded arena of num_parameters elements. The config has passed config_check.
+// Lists every tensor of the model with its place in an unpadded arena of num_parameters elements. The config has passed
+// config_check.
 static inline void param_table_build(ParamTable* table, const MoEConfig* c) {
     memset(table, 0, sizeof(*table));
     size_t capacity = 0;

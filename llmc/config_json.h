@@ -1,5 +1,5 @@
-// config_json.h: MoEConfig <-> Hugging Face's config.json (part of config.h, which includes it).
-// Both spellings are read and written; a field that changes the maths in a way this project does not implement is refused by name.
+// config_json.h: MoEConfig <-> Hugging Face's config.json in both spellings (part of config.h, which includes it).
+// A field that changes the maths in a way this project does not implement is refused by name.
 #ifndef LLMC_CONFIG_JSON_H
 #define LLMC_CONFIG_JSON_H
 
@@ -8,8 +8,8 @@
 
 typedef enum { FIELD_INT, FIELD_TOKEN, FIELD_FLOAT, FIELD_BOOL } FieldKind;
 
-// A row a field that is stored as it stands. `fallback` is what Qwen3MoeConfig assumes when the field is missing; NULL: it must be there,
-// because a model read with a guessed size or base would be nonsense.
+// A row a field that is stored as it stands. `fallback` is what Qwen3MoeConfig assumes when the field is missing; NULL:
+// it must be there, because a model read with a guessed size or base would be nonsense.
 typedef struct { const char* name; FieldKind kind; size_t offset; const char* fallback; } ConfigField;
 #define CONFIG_FIELD(kind, name, fallback) {#name, kind, offsetof(MoEConfig, name), fallback}
 static const ConfigField config_fields[] = {
@@ -35,16 +35,17 @@ static const ConfigField config_fields[] = {
 
 // Read by functions of their own below.
 static const char* const config_special_fields[] = {
-    "model_type", "architectures", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "mlp_only_layers", "rope_theta",
-    "rope_parameters", "rope_scaling", "dtype", "torch_dtype", "hidden_act", "sliding_window", "use_sliding_window", "layer_types", "pad_token_id",
-    "partial_rotary_factor", NULL};
+    "model_type", "architectures", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts",
+    "mlp_only_layers", "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "dtype", "torch_dtype",
+    "hidden_act", "sliding_window", "use_sliding_window", "layer_types", "pad_token_id", NULL};
 
 // They change nothing that is computed here.
 static const char* const config_harmless_fields[] = {
-    "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "_experts_implementation", "_commit_hash",
-    "transformers_version", "use_cache", "max_window_layers", "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "return_dict",
-    "use_return_dict", "output_attentions", "output_hidden_states", "task_specific_params", "finetuning_task", "pretraining_tp", "sep_token_id",
-    "tokenizer_class", "unsloth_fixed", "unsloth_version", "transformers.js_config", NULL};
+    "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
+    "_experts_implementation", "_commit_hash", "transformers_version", "transformers.js_config", "use_cache",
+    "max_window_layers", "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "return_dict",
+    "use_return_dict", "output_attentions", "output_hidden_states", "task_specific_params", "finetuning_task",
+    "pretraining_tp", "sep_token_id", "tokenizer_class", "unsloth_fixed", "unsloth_version", NULL};
 
 static inline bool config_name_in(const char* name, const char* const* list) {
     for (size_t i = 0; list[i] != NULL; i++) {
@@ -61,23 +62,33 @@ static inline const cJSON* config_get(const cJSON* object, const char* name) {
 // ----------------------------------------------------------------------------
 // reading, a function a topic; err gets "field ... is ..." without the path
 
-static inline bool config_read_field(MoEConfig* config, const cJSON* json, const ConfigField* field, char* err, size_t err_size) {
+static inline bool config_read_field(MoEConfig* config, const cJSON* json, const ConfigField* field, char* err,
+                                     size_t err_size) {
     char* slot = (char*)config + field->offset;
     const cJSON* node = config_get(json, field->name);
     int64_t whole = 0;
-    if (node == NULL && field->fallback == NULL) { return fail_with(err, err_size, "the field \"%s\" is missing", field->name); }
-    if (field->kind == FIELD_TOKEN && cJSON_IsArray(node)) { node = node->child; } // several end tokens: the first is ours
+    if (node == NULL && field->fallback == NULL) {
+        return fail_with(err, err_size, "the field \"%s\" is missing", field->name);
+    }
+    if (field->kind == FIELD_TOKEN && cJSON_IsArray(node)) { node = node->child; } // of several end tokens the first
     if (field->kind == FIELD_BOOL) {
-        if (node != NULL && !cJSON_IsBool(node)) { return fail_with(err, err_size, "the field \"%s\" must be true or false", field->name); }
+        if (node != NULL && !cJSON_IsBool(node)) {
+            return fail_with(err, err_size, "the field \"%s\" must be true or false", field->name);
+        }
         *(bool*)slot = node != NULL ? cJSON_IsTrue(node) : field->fallback[0] == '1';
     } else if (field->kind == FIELD_FLOAT) {
-        if (node != NULL && !cJSON_IsNumber(node)) { return fail_with(err, err_size, "the field \"%s\" must be a number", field->name); }
+        if (node != NULL && !cJSON_IsNumber(node)) {
+            return fail_with(err, err_size, "the field \"%s\" must be a number", field->name);
+        }
         *(double*)slot = node != NULL ? node->valuedouble : strtod(field->fallback, NULL);
     } else {
         if (node != NULL && !json_integer(node, INT_MIN, INT_MAX, &whole)) {
-            return fail_with(err, err_size, "the field \"%s\" must be a whole number that fits in 32 bits", field->name);
+            return fail_with(err, err_size, "the field \"%s\" must be a whole number that fits in 32 bits",
+                             field->name);
         }
-        if (node != NULL && field->kind == FIELD_TOKEN && whole < 0) { return fail_with(err, err_size, "the field \"%s\" is negative", field->name); }
+        if (node != NULL && field->kind == FIELD_TOKEN && whole < 0) {
+            return fail_with(err, err_size, "the field \"%s\" is negative", field->name);
+        }
         *(int*)slot = node != NULL ? (int)whole : atoi(field->fallback);
     }
     return true;
@@ -86,15 +97,16 @@ static inline bool config_read_field(MoEConfig* config, const cJSON* json, const
 static inline bool config_read_kind(const cJSON* json, char* err, size_t err_size) {
     const cJSON* type = config_get(json, "model_type");
     if (!cJSON_IsString(type) || strcmp(type->valuestring, "qwen3_moe") != 0) {
-        return fail_with(err, err_size, "\"model_type\" is %s%s%s, only \"qwen3_moe\" is implemented", cJSON_IsString(type) ? "\"" : "",
-                         cJSON_IsString(type) ? type->valuestring : "missing", cJSON_IsString(type) ? "\"" : "");
+        return fail_with(err, err_size, "\"model_type\" is \"%.100s\", only \"qwen3_moe\" is implemented",
+                         cJSON_IsString(type) ? type->valuestring : "");
     }
     const cJSON* names = config_get(json, "architectures");
     bool known = names == NULL || (cJSON_IsArray(names) && names->child == NULL);
     for (const cJSON* name = names != NULL ? names->child : NULL; name != NULL; name = name->next) {
         known = known || (cJSON_IsString(name) && strcmp(name->valuestring, "Qwen3MoeForCausalLM") == 0);
     }
-    return known || fail_with(err, err_size, "\"architectures\" does not name Qwen3MoeForCausalLM, the one implemented here");
+    return known ||
+           fail_with(err, err_size, "\"architectures\" does not name Qwen3MoeForCausalLM, the one implemented here");
 }
 
 // num_experts and num_local_experts are two names of one number, as dtype and torch_dtype are.
@@ -107,9 +119,13 @@ static inline bool config_read_experts(MoEConfig* config, const cJSON* json, cha
             return fail_with(err, err_size, "the field \"%s\" must be a whole number of at least 1", names[i]);
         }
     }
-    if (found[0] < 0 && found[1] < 0) { return fail_with(err, err_size, "the field \"num_experts\" (or \"num_local_experts\") is missing"); }
+    if (found[0] < 0 && found[1] < 0) {
+        return fail_with(err, err_size, "the field \"num_experts\" (or \"num_local_experts\") is missing");
+    }
     if (found[0] >= 0 && found[1] >= 0 && found[0] != found[1]) {
-        return fail_with(err, err_size, "\"num_experts\" is %lld but \"num_local_experts\" is %lld: remove the wrong one", (long long)found[0], (long long)found[1]);
+        return fail_with(err, err_size,
+                         "\"num_experts\" is %lld but \"num_local_experts\" is %lld: remove the wrong one",
+                         (long long)found[0], (long long)found[1]);
     }
     config->num_experts = (int)(found[0] >= 0 ? found[0] : found[1]);
     return true;
@@ -126,11 +142,13 @@ static inline bool config_read_heads(MoEConfig* config, const cJSON* json, char*
     config->num_key_value_heads = (int)value;
     const cJSON* head_dim = config_get(json, "head_dim");
     if (head_dim != NULL) {
-        if (!json_integer(head_dim, 1, INT_MAX, &value)) { return fail_with(err, err_size, "the field \"head_dim\" must be a whole number of at least 1"); }
+        if (!json_integer(head_dim, 1, INT_MAX, &value)) {
+            return fail_with(err, err_size, "the field \"head_dim\" must be a whole number of at least 1");
+        }
     } else { // Qwen3MoeAttention then takes hidden_size / num_attention_heads
         if (config->num_attention_heads < 1 || config->hidden_size % config->num_attention_heads != 0) {
-            return fail_with(err, err_size, "the field \"head_dim\" is missing and hidden_size (%d) is not a multiple of num_attention_heads (%d)",
-                             config->hidden_size, config->num_attention_heads);
+            return fail_with(err, err_size, "the field \"head_dim\" is missing, and %d heads do not divide hidden_size %d",
+                             config->num_attention_heads, config->hidden_size);
         }
         value = config->hidden_size / config->num_attention_heads;
     }
@@ -142,12 +160,17 @@ static inline bool config_read_dense_layers(MoEConfig* config, const cJSON* json
     const cJSON* list = config_get(json, "mlp_only_layers");
     config->num_mlp_only_layers = 0;
     if (list == NULL) { return true; }
-    if (!cJSON_IsArray(list)) { return fail_with(err, err_size, "the field \"mlp_only_layers\" must be a list of layer numbers"); }
+    if (!cJSON_IsArray(list)) {
+        return fail_with(err, err_size, "the field \"mlp_only_layers\" must be a list of layer numbers");
+    }
     for (const cJSON* node = list->child; node != NULL; node = node->next) {
         int64_t layer;
-        if (!json_integer(node, INT_MIN, INT_MAX, &layer)) { return fail_with(err, err_size, "the field \"mlp_only_layers\" must be a list of layer numbers"); }
+        if (!json_integer(node, INT_MIN, INT_MAX, &layer)) {
+            return fail_with(err, err_size, "the field \"mlp_only_layers\" must be a list of layer numbers");
+        }
         if (config->num_mlp_only_layers == CONFIG_MAX_LAYERS) {
-            return fail_with(err, err_size, "the field \"mlp_only_layers\" has more than %d entries", CONFIG_MAX_LAYERS);
+            return fail_with(err, err_size, "the field \"mlp_only_layers\" has more than %d entries",
+                             CONFIG_MAX_LAYERS);
         }
         config->mlp_only_layers[config->num_mlp_only_layers++] = (int)layer;
     }
@@ -155,18 +178,21 @@ static inline bool config_read_dense_layers(MoEConfig* config, const cJSON* json
 }
 
 // One of {rope_theta, rope_parameters.rope_theta, rope_scaling.rope_theta}: takes it over, or finds that it disagrees.
-static inline bool config_take_theta(MoEConfig* config, const cJSON* node, const char* name, char* err, size_t err_size) {
+static inline bool config_take_theta(MoEConfig* config, const cJSON* node, const char* name, char* err,
+                                     size_t err_size) {
     if (node == NULL) { return true; }
     if (!cJSON_IsNumber(node)) { return fail_with(err, err_size, "the field \"%s\" must be a number", name); }
     if (config->rope_theta != 0 && config->rope_theta != node->valuedouble) {
-        return fail_with(err, err_size, "\"%s\" is %g but another \"rope_theta\" says %g: remove the wrong one", name, node->valuedouble, config->rope_theta);
+        return fail_with(err, err_size, "\"%s\" is %g but another \"rope_theta\" says %g: remove the wrong one", name,
+                         node->valuedouble, config->rope_theta);
     }
     config->rope_theta = node->valuedouble;
     return true;
 }
 
 // transformers 5 writes rope_parameters, 4 wrote rope_scaling; here only the unscaled kind is implemented.
-static inline bool config_read_rope_object(MoEConfig* config, const cJSON* json, const char* name, char* err, size_t err_size) {
+static inline bool config_read_rope_object(MoEConfig* config, const cJSON* json, const char* name, char* err,
+                                           size_t err_size) {
     char full[160];
     const cJSON* rope = config_get(json, name);
     if (rope == NULL) { return true; }
@@ -178,12 +204,14 @@ static inline bool config_read_rope_object(MoEConfig* config, const cJSON* json,
             continue;
         } else if (is_type) {
             if (!cJSON_IsString(node) || strcmp(node->valuestring, "default") != 0) {
-                return fail_with(err, err_size, "\"%s\" is \"%.100s\": RoPE scaling is not implemented, only \"default\"", full,
+                return fail_with(err, err_size,
+                                 "\"%s\" is \"%.100s\": RoPE scaling is not implemented, only \"default\"", full,
                                  cJSON_IsString(node) ? node->valuestring : "?");
             }
         } else if (strcmp(node->string, "rope_theta") == 0) {
             if (!config_take_theta(config, node, full, err, err_size)) { return false; }
-        } else if (strcmp(node->string, "partial_rotary_factor") != 0 || !cJSON_IsNumber(node) || node->valuedouble != 1.0) {
+        } else if (strcmp(node->string, "partial_rotary_factor") != 0 || !cJSON_IsNumber(node) ||
+                   node->valuedouble != 1.0) {
             return fail_with(err, err_size, "the field \"%s\" is not implemented", full);
         }
     }
@@ -207,18 +235,26 @@ static inline bool config_read_rope(MoEConfig* config, const cJSON* json, char* 
 
 static inline bool config_read_switches(const cJSON* json, char* err, size_t err_size) {
     const cJSON* act = config_get(json, "hidden_act");
-    if (act != NULL && (!cJSON_IsString(act) || (strcmp(act->valuestring, "silu") != 0 && strcmp(act->valuestring, "swish") != 0))) {
-        return fail_with(err, err_size, "\"hidden_act\" is \"%.100s\", only \"silu\" is implemented", cJSON_IsString(act) ? act->valuestring : "?");
+    if (act != NULL &&
+        (!cJSON_IsString(act) || (strcmp(act->valuestring, "silu") != 0 && strcmp(act->valuestring, "swish") != 0))) {
+        return fail_with(err, err_size, "\"hidden_act\" is \"%.100s\", only \"silu\" is implemented",
+                         cJSON_IsString(act) ? act->valuestring : "?");
     }
     const cJSON* sliding = config_get(json, "use_sliding_window");
-    if (sliding != NULL && !cJSON_IsBool(sliding)) { return fail_with(err, err_size, "the field \"use_sliding_window\" must be true or false"); }
+    if (sliding != NULL && !cJSON_IsBool(sliding)) {
+        return fail_with(err, err_size, "the field \"use_sliding_window\" must be true or false");
+    }
     if (cJSON_IsTrue(sliding) && config_get(json, "sliding_window") != NULL) {
         return fail_with(err, err_size, "\"use_sliding_window\" is true: sliding window attention is not implemented");
     }
     const cJSON* types = config_get(json, "layer_types");
+    if (types != NULL && !cJSON_IsArray(types)) {
+        return fail_with(err, err_size, "the field \"layer_types\" must be a list");
+    }
     for (const cJSON* type = types != NULL ? types->child : NULL; type != NULL; type = type->next) {
         if (!cJSON_IsString(type) || strcmp(type->valuestring, "full_attention") != 0) {
-            return fail_with(err, err_size, "\"layer_types\" has \"%.100s\", only \"full_attention\" is implemented", cJSON_IsString(type) ? type->valuestring : "?");
+            return fail_with(err, err_size, "\"layer_types\" has \"%.100s\", only \"full_attention\" is implemented",
+                             cJSON_IsString(type) ? type->valuestring : "?");
         }
     }
     const cJSON* dtype = config_get(json, "dtype");
@@ -229,15 +265,20 @@ static inline bool config_read_switches(const cJSON* json, char* err, size_t err
     return true;
 }
 
-// Every name in the file is one we know, or is switched off. What is unknown and on may change the model, so it is not ignored.
+// Every name in the file is one we know, or is switched off. What is unknown and on may change the model, so it is not
+// ignored.
 static inline bool config_read_unknown(const cJSON* json, char* err, size_t err_size) {
     for (const cJSON* node = json->child; node != NULL; node = node->next) {
-        bool known = config_name_in(node->string, config_special_fields) || config_name_in(node->string, config_harmless_fields);
-        for (size_t i = 0; i < NUM_CONFIG_FIELDS && !known; i++) { known = strcmp(node->string, config_fields[i].name) == 0; }
+        bool known =
+            config_name_in(node->string, config_special_fields) || config_name_in(node->string, config_harmless_fields);
+        for (size_t i = 0; i < NUM_CONFIG_FIELDS && !known; i++) {
+            known = strcmp(node->string, config_fields[i].name) == 0;
+        }
         bool zero = cJSON_IsNumber(node) && node->valuedouble == 0;
         bool empty = (cJSON_IsArray(node) || cJSON_IsObject(node)) && node->child == NULL;
         if (!known && !zero && !empty && !cJSON_IsNull(node) && !cJSON_IsFalse(node)) {
-            return fail_with(err, err_size, "the field \"%.100s\" is not implemented here and may change the model; if it does not, remove it", node->string);
+            return fail_with(err, err_size, "the field \"%.100s\" is not known and may change the model; %s",
+                             node->string, "remove it if it does not");
         }
     }
     return true;
@@ -251,11 +292,13 @@ static inline bool config_from_json(MoEConfig* config, const cJSON* json, char* 
     }
     return config_read_experts(config, json, err, err_size) && config_read_heads(config, json, err, err_size) &&
            config_read_dense_layers(config, json, err, err_size) && config_read_rope(config, json, err, err_size) &&
-           config_read_switches(json, err, err_size) && config_read_unknown(json, err, err_size) && config_check(config, err, err_size);
+           config_read_switches(json, err, err_size) && config_read_unknown(json, err, err_size) &&
+           config_check(config, err, err_size);
 }
 
-// Reads a Hugging Face config.json; `path` is the file or the folder it lies in. False and one line in err (path, field, reason) if the file
-// cannot be read, contradicts itself, or asks for something that is not implemented. What is read has passed config_check.
+// Reads a Hugging Face config.json; `path` is the file or the folder it lies in. False and one line in err (path,
+// field, reason) if the file cannot be read, contradicts itself, or asks for something that is not implemented. What is
+// read has passed config_check.
 static inline bool config_read(MoEConfig* config, const char* path, char* err, size_t err_size) {
     struct stat st;
     bool folder = stat(path, &st) == 0 && S_ISDIR(st.st_mode);
@@ -263,9 +306,11 @@ static inline bool config_read(MoEConfig* config, const char* path, char* err, s
     char reason[1024];
     cJSON* json = json_read_file(file, CONFIG_MAX_FILE_BYTES, err, err_size);
     bool ok = json != NULL;
-    if (ok && !config_from_json(config, json, reason, sizeof(reason))) { ok = fail_with(err, err_size, "%s: %s", file, reason); }
+    if (ok && !config_from_json(config, json, reason, sizeof(reason))) {
+        ok = fail_with(err, err_size, "%s: %s", file, reason);
+    }
     if (ok && config_get(json, "pad_token_id") != NULL) {
-        warn("%s: \"pad_token_id\" is set; Hugging Face freezes that row of the embedding, here it trains like any other", file);
+        warn("%s: \"pad_token_id\" is set: Hugging Face freezes that row of the embedding, here it is trained", file);
     }
     cJSON_Delete(json);
     free(file);
@@ -275,8 +320,8 @@ static inline bool config_read(MoEConfig* config, const char* path, char* err, s
 // ----------------------------------------------------------------------------
 // writing
 
-// Writes config.json to path (a file) so that transformers 4 and 5 both open it: renamed fields are written under both names.
-// dtype is "float32" or "bfloat16", the type of the weights beside it. Fatal if the file cannot be written.
+// Writes config.json to path (a file) so that transformers 4 and 5 both open it: renamed fields are written under both
+// names. dtype is "float32" or "bfloat16", the type of the weights beside it. Fatal if the file cannot be written.
 static inline void config_write(const MoEConfig* config, const char* path, const char* dtype) {
     cJSON* json = cJSON_CreateObject();
     cJSON_AddStringToObject(json, "model_type", "qwen3_moe");
@@ -289,14 +334,17 @@ static inline void config_write(const MoEConfig* config, const char* path, const
             case FIELD_BOOL:  cJSON_AddBoolToObject(json, field->name, *(const bool*)slot); break;
             case FIELD_FLOAT: json_add_float(json, field->name, *(const double*)slot); break;
             case FIELD_INT:   cJSON_AddNumberToObject(json, field->name, whole); break;
-            case FIELD_TOKEN: cJSON_AddItemToObject(json, field->name, whole < 0 ? cJSON_CreateNull() : cJSON_CreateNumber(whole)); break;
+            case FIELD_TOKEN:
+                cJSON_AddItemToObject(json, field->name, whole < 0 ? cJSON_CreateNull() : cJSON_CreateNumber(whole));
+                break;
         }
     }
     cJSON_AddNumberToObject(json, "num_key_value_heads", config->num_key_value_heads);
     cJSON_AddNumberToObject(json, "head_dim", config->head_dim);
     cJSON_AddNumberToObject(json, "num_experts", config->num_experts);
     cJSON_AddNumberToObject(json, "num_local_experts", config->num_experts);
-    cJSON_AddItemToObject(json, "mlp_only_layers", cJSON_CreateIntArray(config->mlp_only_layers, config->num_mlp_only_layers));
+    cJSON_AddItemToObject(json, "mlp_only_layers",
+                          cJSON_CreateIntArray(config->mlp_only_layers, config->num_mlp_only_layers));
     json_add_float(json, "rope_theta", config->rope_theta);
     cJSON_AddNullToObject(json, "rope_scaling");
     cJSON* rope = cJSON_AddObjectToObject(json, "rope_parameters");

@@ -69,7 +69,8 @@ static inline bool path_remove(const char* path) {
     return rmdir(path) == 0;
 }
 
-// Returns when the content of the file, or the list of names in the folder, is on the disk. Fatal if it cannot get there.
+// Returns when the content of the file, or the list of names in the folder, is on the disk. Fatal if it cannot get
+// there.
 static inline void path_sync(const char* path) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) { fatal("cannot open %s: %s", path, strerror(errno)); }

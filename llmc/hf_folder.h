@@ -1,5 +1,5 @@
-// hf_folder.h: reads the weights of a Hugging Face model folder: one file or shards with an index, experts apart or fused.
-// Nothing is guessed: a tensor that is missing, unexpected, twice there, of another shape or not finite ends the program by name.
+// hf_folder.h: reads the weights of a Hugging Face folder: one file or shards with an index, experts apart or fused.
+// Nothing is guessed: a tensor that is missing, unexpected, doubled, misshapen or not finite ends the program by name.
 #ifndef LLMC_HF_FOLDER_H
 #define LLMC_HF_FOLDER_H
 
@@ -60,7 +60,8 @@ static inline void hf_open_shards(HfFiles* f, const char* dir, const char* index
         free(path);
     }
     for (size_t i = 0; i < f->count; i++) { present += f->files[i].count; }
-    for (size_t i = 0; i < f->count && present != mapped; i++) { // each mapped tensor is there, so some are there unmapped
+    // each mapped tensor is there; if there are more, some lie where the index does not say
+    for (size_t i = 0; i < f->count && present != mapped; i++) {
         for (size_t j = 0; j < f->files[i].count; j++) {
             const char* name = f->files[i].tensors[j].name;
             const cJSON* node = cJSON_GetObjectItemCaseSensitive(map, name);
@@ -83,7 +84,8 @@ static inline void hf_open_folder(HfFiles* f, const char* dir) {
     } else if (path_exists(index)) {
         hf_open_shards(f, dir, index);
     } else {
-        fatal("%s has neither model.safetensors nor model.safetensors.index.json (other weight formats are not read)", dir);
+        fatal("%s has neither model.safetensors nor model.safetensors.index.json (other weight formats are not read)",
+              dir);
     }
     free(single);
     free(index);
@@ -115,11 +117,13 @@ static inline void hf_check_tensor(const SafeTensors* file, const StTensor* t, i
               st_shape_text(got, sizeof(got), t->ndim, t->shape), st_shape_text(want, sizeof(want), ndim, shape));
     }
     if (t->dtype != ST_F32 && t->dtype != ST_BF16 && t->dtype != ST_F16) {
-        fatal("%s: tensor %s has dtype %s; weights must be F32, BF16 or F16", file->path, t->name, st_dtype_name(t->dtype));
+        fatal("%s: tensor %s has dtype %s; weights must be F32, BF16 or F16", file->path, t->name,
+              st_dtype_name(t->dtype));
     }
 }
 
-static inline void hf_assign(HfPlan* plan, const SafeTensors* file, const StTensor* t, const ParamTensor* p, size_t begin) {
+static inline void hf_assign(HfPlan* plan, const SafeTensors* file, const StTensor* t, const ParamTensor* p,
+                             size_t begin) {
     HfPiece* piece = &plan->pieces[p - plan->table->tensors];
     if (piece->tensor != NULL) { fatal("%s: tensor %s gives %s a second time", file->path, t->name, p->name); }
     piece->file = file;
@@ -145,7 +149,8 @@ static inline bool hf_assign_fused(HfPlan* plan, const SafeTensors* file, const 
     for (int e = 0; e < plan->config->num_experts; e++) {
         size_t begin = (size_t)e * shape[1] * shape[2];
         const char* first = gate_up ? "gate_proj" : "down_proj";
-        hf_assign(plan, file, t, param_find(plan->table, "model.layers.%d.mlp.experts.%d.%s.weight", layer, e, first), begin);
+        hf_assign(plan, file, t, param_find(plan->table, "model.layers.%d.mlp.experts.%d.%s.weight", layer, e, first),
+                  begin);
         if (!gate_up) { continue; }
         const ParamTensor* up = param_find(plan->table, "model.layers.%d.mlp.experts.%d.up_proj.weight", layer, e);
         hf_assign(plan, file, t, up, begin + F * C);
@@ -183,6 +188,7 @@ static inline void hf_check_complete(const HfPlan* plan) {
 // ----------------------------------------------------------------------------
 // the numbers
 
+// Infinity or NaN, judged by the bits (all of the exponent set), so that no fast-math option can remove the check.
 static inline uint32_t st_not_finite(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof(bits));
@@ -190,16 +196,20 @@ static inline uint32_t st_not_finite(float value) {
 }
 
 // Elements begin .. begin+count-1 of a tensor as floats, all of them finite, or fatal.
-static inline void st_to_f32_finite(const SafeTensors* file, const StTensor* t, size_t begin, size_t count, float* out) {
+static inline void st_to_f32_finite(const SafeTensors* file, const StTensor* t, size_t begin, size_t count,
+                                    float* out) {
     st_to_f32(t, begin, count, out);
-    uint32_t bad = 0; // all exponent bits set: infinity or NaN. On the bits, so that no fast-math option can remove the check
+    uint32_t bad = 0;
     for (size_t i = 0; i < count; i++) { bad |= st_not_finite(out[i]); }
     for (size_t i = 0; i < count && bad; i++) {
-        if (st_not_finite(out[i])) { fatal("%s: tensor %s has the value %g at element %zu", file->path, t->name, out[i], begin + i); }
+        if (st_not_finite(out[i])) {
+            fatal("%s: tensor %s has the value %g at element %zu", file->path, t->name, out[i], begin + i);
+        }
     }
 }
 
-static inline void hf_load_piece(const HfPiece* piece, const ParamTensor* p, ParamStore store, void* ctx, float* buffer) {
+static inline void hf_load_piece(const HfPiece* piece, const ParamTensor* p, ParamStore store, void* ctx,
+                                 float* buffer) {
     for (size_t begin = 0; begin < p->numel; begin += HF_CHUNK) {
         size_t n = p->numel - begin < HF_CHUNK ? p->numel - begin : HF_CHUNK;
         st_to_f32_finite(piece->file, piece->tensor, piece->begin + begin, n, buffer);
@@ -207,7 +217,8 @@ static inline void hf_load_piece(const HfPiece* piece, const ParamTensor* p, Par
     }
 }
 
-// A tied model has one matrix for embedding and head. A file may repeat it, but a head of its own contradicts the config.
+// A tied model has one matrix for embedding and head. A file may repeat it, but a head of its own contradicts the
+// config.
 static inline void hf_check_tied_head(const HfPlan* plan, float* buffer) {
     if (plan->head.tensor == NULL) { return; }
     const ParamTensor* p = param_find(plan->table, "model.embed_tokens.weight");
@@ -218,15 +229,18 @@ static inline void hf_check_tied_head(const HfPlan* plan, float* buffer) {
         st_to_f32_finite(embed->file, embed->tensor, begin, n, buffer);
         st_to_f32_finite(plan->head.file, plan->head.tensor, begin, n, other);
         if (memcmp(buffer, other, n * sizeof(float)) != 0) {
-            fatal("%s: lm_head.weight differs from the embedding, but \"tie_word_embeddings\" is true in config.json", plan->dir);
+            fatal("%s: lm_head.weight differs from the embedding, but \"tie_word_embeddings\" is true in config.json",
+                  plan->dir);
         }
     }
     free(other);
 }
 
-// Loads every parameter of the table from a Hugging Face folder and hands it to store in pieces, converted to float from
-// F32, BF16 or F16. Takes model.safetensors, or shards by model.safetensors.index.json; experts one by one or fused.
-static inline void hf_folder_load(const char* dir, const MoEConfig* config, const ParamTable* table, ParamStore store, void* ctx) {
+// Loads every parameter of the table from a Hugging Face folder and hands it to store in pieces, converted to float
+// from F32, BF16 or F16. Takes model.safetensors, or shards by model.safetensors.index.json; experts one by one or
+// fused.
+static inline void hf_folder_load(const char* dir, const MoEConfig* config, const ParamTable* table, ParamStore store,
+                                  void* ctx) {
     HfFiles files;
     HfPlan plan;
     memset(&plan, 0, sizeof(plan));
@@ -236,12 +250,16 @@ static inline void hf_folder_load(const char* dir, const MoEConfig* config, cons
     plan.pieces = (HfPiece*)callocCheck(table->count, sizeof(HfPiece));
     hf_open_folder(&files, dir);
     for (size_t i = 0; i < files.count; i++) {
-        for (size_t j = 0; j < files.files[i].count; j++) { hf_plan_tensor(&plan, &files.files[i], &files.files[i].tensors[j]); }
+        for (size_t j = 0; j < files.files[i].count; j++) {
+            hf_plan_tensor(&plan, &files.files[i], &files.files[i].tensors[j]);
+        }
     }
     hf_check_complete(&plan); // names and shapes first: a wrong folder is refused before anything is read
     float* buffer = (float*)mallocCheck(HF_CHUNK * sizeof(float));
     hf_check_tied_head(&plan, buffer);
-    for (size_t i = 0; i < table->count; i++) { hf_load_piece(&plan.pieces[i], &table->tensors[i], store, ctx, buffer); }
+    for (size_t i = 0; i < table->count; i++) {
+        hf_load_piece(&plan.pieces[i], &table->tensors[i], store, ctx, buffer);
+    }
     free(buffer);
     free(plan.pieces);
     hf_close_files(&files);

@@ -1,5 +1,5 @@
 // json.h: JSON files through cJSON, read as something a stranger may have written.
-// cJSON alone keeps duplicate keys, ignores text after the document and takes any bytes in strings; here each is an error with a reason.
+// cJSON alone keeps duplicate keys, ignores text after the document and takes any bytes; here each is an error.
 #ifndef LLMC_JSON_H
 #define LLMC_JSON_H
 
@@ -19,7 +19,10 @@ static inline size_t utf8_first_invalid(const char* text, size_t n) {
     size_t i = 0;
     while (i < n) {
         if (s[i] < 0x80) { i++; continue; }
-        int extra = s[i] >= 0xF0 && s[i] <= 0xF4 ? 3 : s[i] >= 0xE0 && s[i] < 0xF0 ? 2 : s[i] >= 0xC2 && s[i] < 0xE0 ? 1 : 0;
+        int extra = 0; // bytes that follow the first
+        if (s[i] >= 0xC2 && s[i] < 0xE0) { extra = 1; }
+        if (s[i] >= 0xE0 && s[i] < 0xF0) { extra = 2; }
+        if (s[i] >= 0xF0 && s[i] <= 0xF4) { extra = 3; }
         if (extra == 0 || n - i <= (size_t)extra) { return i; }
         for (int k = 1; k <= extra; k++) {
             if ((s[i + k] & 0xC0) != 0x80) { return i; }
@@ -60,12 +63,15 @@ static inline char* json_duplicate_key(const cJSON* node) {
 // ----------------------------------------------------------------------------
 // reading and writing
 
-// Parses n bytes that must be one JSON object and nothing else but white space around it. `where` names the source in the
-// message. NULL and a reason in err if it is not; else a tree for cJSON_Delete.
+// Parses n bytes that must be one JSON object and nothing else but white space around it. `where` names the source in
+// the message. NULL and a reason in err if it is not; else a tree for cJSON_Delete.
 static inline cJSON* json_parse(const char* text, size_t n, const char* where, char* err, size_t err_size) {
     size_t bad = utf8_first_invalid(text, n);
     if (bad < n) { fail_with(err, err_size, "%s: byte %zu of the JSON is not valid UTF-8", where, bad); return NULL; }
-    if (memchr(text, 0, n) != NULL) { fail_with(err, err_size, "%s: the JSON contains a zero byte", where); return NULL; }
+    if (memchr(text, 0, n) != NULL) {
+        fail_with(err, err_size, "%s: the JSON contains a zero byte", where);
+        return NULL;
+    }
     const char* end = text;
     cJSON* tree = cJSON_ParseWithLengthOpts(text, n, &end, false);
     size_t at = end != NULL && end >= text && end <= text + n ? (size_t)(end - text) : 0;
@@ -95,13 +101,15 @@ static inline cJSON* json_read_file(const char* path, size_t max_bytes, char* er
     if (fstat(fileno(fp), &st) != 0 || !S_ISREG(st.st_mode)) {
         fail_with(err, err_size, "%s is not a regular file", path);
     } else if ((uint64_t)st.st_size > (uint64_t)max_bytes) {
-        fail_with(err, err_size, "%s has %lld bytes, more than the %zu such a file can need", path, (long long)st.st_size, max_bytes);
+        fail_with(err, err_size, "%s has %lld bytes, more than the %zu such a file can need", path,
+                  (long long)st.st_size, max_bytes);
     } else {
         size_t n = (size_t)st.st_size;
         char* text = (char*)mallocCheck(n + 1);
         size_t got = fread(text, 1, n, fp);
         if (got != n) {
-            fail_with(err, err_size, "cannot read %s: %s", path, ferror(fp) ? strerror(errno) : "it shrank while being read");
+            fail_with(err, err_size, "cannot read %s: %s", path,
+                      ferror(fp) ? strerror(errno) : "it shrank while being read");
         } else {
             tree = json_parse(text, n, path, err, err_size);
         }
@@ -155,7 +163,8 @@ static inline void json_add_u64(cJSON* object, const char* name, uint64_t value)
     cJSON_AddStringToObject(object, name, text);
 }
 
-// True and *out if the node is a decimal string of an unsigned 64-bit number, or such a number small enough to be exact.
+// True and *out if the node is a decimal string of an unsigned 64-bit number, or such a number small enough to be
+// exact.
 static inline bool json_u64(const cJSON* node, uint64_t* out) {
     int64_t whole;
     if (json_integer(node, 0, (int64_t)JSON_MAX_INTEGER, &whole)) { *out = (uint64_t)whole; return true; }

@@ -1,5 +1,5 @@
-// safetensors_write.h: the writing half of safetensors.h (which includes it): declare every tensor, write the header, then the data in order.
-// Every write is checked. A failure (disk full ...) ends the program with path and reason; callers write to temporary names, so nothing saved is harmed.
+// safetensors_write.h: the writing half of safetensors.h, which includes it: declare all tensors, header, data in order.
+// A failed write (disk full ...) ends the program with path and reason; callers write to temporary names.
 #ifndef LLMC_SAFETENSORS_WRITE_H
 #define LLMC_SAFETENSORS_WRITE_H
 
@@ -21,13 +21,18 @@ static inline void st_writer_open(StWriter* w, const char* path) {
     setvbuf(w->fp, NULL, _IOFBF, (size_t)1 << 20);
 }
 
-// Announces the next tensor. Each starts at a multiple of its element size: readers that map the file rely on it (declare wide types first).
+// Announces the next tensor. Each starts at a multiple of its element size: readers that map the file rely on it
+// (declare wide types first).
 static inline void st_writer_declare(StWriter* w, const char* name, StDtype dtype, int ndim, const size_t* shape) {
     for (const char* p = name; *p != '\0'; p++) {
-        if ((unsigned char)*p < 32 || *p == '"' || *p == '\\') { fatal("%s: the tensor name %s cannot be written", w->path, name); }
+        if ((unsigned char)*p < 32 || *p == '"' || *p == '\\') {
+            fatal("%s: the tensor name %s cannot be written", w->path, name);
+        }
     }
     if (ndim > ST_MAX_DIMS) { fatal("%s: tensor %s has %d dimensions", w->path, name, ndim); }
-    if (w->total % st_dtype_size(dtype) != 0) { fatal("%s: tensor %s would not be aligned; declare wide types first", w->path, name); }
+    if (w->total % st_dtype_size(dtype) != 0) {
+        fatal("%s: tensor %s would not be aligned; declare wide types first", w->path, name);
+    }
     if (w->count == w->capacity) {
         w->capacity = w->capacity == 0 ? 256 : 2 * w->capacity;
         w->tensors = (StDeclared*)reallocCheck(w->tensors, mul_check(w->capacity, sizeof(StDeclared)));
@@ -42,7 +47,9 @@ static inline void st_writer_declare(StWriter* w, const char* name, StDtype dtyp
     w->total += t->nbytes;
 }
 
-static inline int st_compare_declared(const void* a, const void* b) { return strcmp(*(const char* const*)a, *(const char* const*)b); }
+static inline int st_compare_declared(const void* a, const void* b) {
+    return strcmp(*(const char* const*)a, *(const char* const*)b);
+}
 
 static inline void st_writer_check_names(const StWriter* w) {
     const char** names = (const char**)mallocCheck(mul_check(w->count, sizeof(char*)));
@@ -54,7 +61,8 @@ static inline void st_writer_check_names(const StWriter* w) {
     free((void*)names);
 }
 
-// Writes the header, padded with spaces so that the data starts at a multiple of 8. "format": "pt" is what transformers asks for.
+// Writes the header, padded with spaces so that the data starts at a multiple of 8. "format": "pt" is what transformers
+// asks for.
 static inline void st_writer_header(StWriter* w) {
     st_writer_check_names(w);
     char* text = NULL;
@@ -73,7 +81,9 @@ static inline void st_writer_header(StWriter* w) {
     fflush(memory);
     while (size % 8 != 0) { fputc(' ', memory); fflush(memory); }
     if (ferror(memory) || fclose(memory) != 0) { fatal("out of memory for the header of %s", w->path); }
-    if (size > ST_MAX_HEADER) { fatal("%s: a header of %zu bytes is more than the 100 MB the format allows", w->path, size); }
+    if (size > ST_MAX_HEADER) {
+        fatal("%s: a header of %zu bytes is more than the 100 MB the format allows", w->path, size);
+    }
     unsigned char raw[8];
     for (int i = 0; i < 8; i++) { raw[i] = (unsigned char)((uint64_t)size >> (8 * i)); }
     fwriteCheck(raw, 1, 8, w->fp, w->path);
@@ -114,7 +124,9 @@ static inline void st_writer_f32(StWriter* w, const float* values, size_t count)
 // Ends the file: everything declared must be there, and is on the disk when this returns.
 static inline void st_writer_close(StWriter* w) {
     while (w->current < w->count && w->written == w->tensors[w->current].nbytes) { w->current++; w->written = 0; }
-    if (w->current != w->count) { fatal("%s: tensor %s was not written completely", w->path, w->tensors[w->current].name); }
+    if (w->current != w->count) {
+        fatal("%s: tensor %s was not written completely", w->path, w->tensors[w->current].name);
+    }
     if (fflush(w->fp) != 0 || fsync(fileno(w->fp)) != 0) { fatal("writing %s failed: %s", w->path, strerror(errno)); }
     fcloseCheck(w->fp, w->path);
     for (size_t i = 0; i < w->count; i++) { free(w->tensors[i].name); }

@@ -1,5 +1,6 @@
-// testing.h: the few words a C test needs. A test is a function named after its claim; main lists them with RUN and ends with
-// `return test_summary();`. Prints "ok   name" or "FAIL name: file:line reason", then "N passed, N failed"; exit code 1 on failure.
+// testing.h: the few words a C test needs. A test is a function named after its claim; main lists them with RUN and
+// ends with `return test_summary();`. Prints "ok   name" or "FAIL name: file:line reason", then "N passed, N failed";
+// exit code 1 on failure.
 #ifndef TESTING_H
 #define TESTING_H
 
@@ -46,12 +47,14 @@ static inline bool test_contains(const char* text, const char* part, const char*
 #define CHECK_CONTAINS(text, part) test_contains((text), (part), __FILE__, __LINE__)
 
 // ----------------------------------------------------------------------------
-// EXPECT_FATAL(expr, "part of the message"): expr, run in a forked child, must end the program with exit code 1 and exactly one line on
-// stderr. (A child of a process that already used OpenMP threads cannot use them: run such tests first or with one thread.)
+// EXPECT_FATAL(expr, "part of the message"): expr, run in a forked child, must end the program with exit code 1 and
+// exactly one line on stderr. (A child of a process that already used OpenMP threads cannot use them: run such tests
+// first or with one thread.)
 
 typedef struct { pid_t pid; int err_fd; } FatalChild;
 
-static inline void fatal_child_leave(void) { _exit(1); } // without the exit handlers: the leak checker would add lines of its own
+// Without the exit handlers: the leak checker would add lines of its own.
+static inline void fatal_child_leave(void) { _exit(1); }
 
 static inline bool fatal_child_start(FatalChild* child) {
     int fds[2];
@@ -70,7 +73,8 @@ static inline bool fatal_child_start(FatalChild* child) {
     return true;
 }
 
-static inline void fatal_child_check(FatalChild* child, const char* part, const char* what, const char* file, int line) {
+static inline void fatal_child_check(FatalChild* child, const char* part, const char* what, const char* file,
+                                     int line) {
     char text[4096];
     size_t n = 0;
     ssize_t got;
@@ -101,8 +105,11 @@ static inline void fatal_child_check(FatalChild* child, const char* part, const 
 static inline const char* test_folder(void) {
     if (test_folder_path[0] == '\0') {
         const char* base = getenv("TMPDIR");
-        snprintf(test_folder_path, sizeof(test_folder_path), "%s/moe-test-XXXXXX", base != NULL && base[0] != '\0' ? base : "/tmp");
-        if (mkdtemp(test_folder_path) == NULL) { fatal("cannot make a folder %s: %s", test_folder_path, strerror(errno)); }
+        snprintf(test_folder_path, sizeof(test_folder_path), "%s/moe-test-XXXXXX",
+                 base != NULL && base[0] != '\0' ? base : "/tmp");
+        if (mkdtemp(test_folder_path) == NULL) {
+            fatal("cannot make a folder %s: %s", test_folder_path, strerror(errno));
+        }
     }
     return test_folder_path;
 }
