@@ -342,10 +342,11 @@ static inline void option_describe_interval(const char* limits, char* text, size
 
 // is text one of "a|b|c"?
 static inline bool option_in_choices(const char* choices, const char* text) {
-    size_t n = strlen(text);
+    size_t n = strcspn(text, "|");
+    if (n == 0 || text[n] != '\0') { return false; }
     for (const char* at = choices; at != NULL; at = strchr(at, '|')) {
         if (*at == '|') { at++; }
-        if (n > 0 && strncmp(at, text, n) == 0 && (at[n] == '|' || at[n] == '\0')) { return true; }
+        if (strncmp(at, text, n) == 0 && (at[n] == '|' || at[n] == '\0')) { return true; }
     }
     return false;
 }
@@ -459,15 +460,15 @@ static inline void options_help(FILE* file, int program) {
     const char* title = program_title(program);
     const char* uses[4][2] = {
         {"--model NAME --train-data 'GLOB' [options]", "train from scratch"},
-        {"--init DIR --train-data 'GLOB' [options]", "train on from a Hugging Face folder"},
+        {"--init DIR --train-data 'GLOB' [options]", "train on from Hugging Face's format"},
         {"--resume --out DIR [options]", "go on where a run stopped"},
         {"--init DIR --generate N --prompt 'TEXT'", "sample"},
     };
     for (int i = 0; i < 4; i++) {
-        fprintf(file, "%s %s %-43s %s\n", i == 0 ? "usage:" : "      ", title, uses[i][0], uses[i][1]);
+        fprintf(file, "%s %s %-43s  %s\n", i == 0 ? "usage:" : "      ", title, uses[i][0], uses[i][1]);
     }
-    fprintf(file, "\nTrains a Qwen3-style mixture-of-experts language model %s. Defaults are in [brackets];\n"
-                  "numbers may be written 98304, 100K, 1.5M or 10B.\n",
+    fprintf(file, "\nTrains a Qwen3-style mixture-of-experts language model %s.\n"
+                  "Defaults are in [brackets]; numbers may be written 98304, 100K, 1.5M or 10B.\n",
             program == PROGRAM_GPU ? "on one or several GPUs" : "on the CPU");
     const char* group = "";
     for (int i = 0; i < NUM_OPTIONS; i++) {
