@@ -147,7 +147,7 @@ static inline bool config_read_heads(MoEConfig* config, const cJSON* json, char*
         }
     } else { // Qwen3MoeAttention then takes hidden_size / num_attention_heads
         if (config->num_attention_heads < 1 || config->hidden_size % config->num_attention_heads != 0) {
-            return fail_with(err, err_size, "the field \"head_dim\" is missing and %d heads do not divide hidden_size %d",
+            return fail_with(err, err_size, "the field \"head_dim\" is missing, %d heads do not divide hidden_size %d",
                              config->num_attention_heads, config->hidden_size);
         }
         value = config->hidden_size / config->num_attention_heads;

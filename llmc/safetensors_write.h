@@ -1,4 +1,4 @@
-// safetensors_write.h: the writing half of safetensors.h, which includes it: declare all tensors, then header, then data.
+// safetensors_write.h: the writing half of safetensors.h, which includes it: declare tensors, header, data.
 // A failed write (disk full ...) ends the program with path and reason; callers write to temporary names.
 #ifndef LLMC_SAFETENSORS_WRITE_H
 #define LLMC_SAFETENSORS_WRITE_H
