@@ -460,12 +460,12 @@ static inline void options_help(FILE* file, int program) {
     const char* title = program_title(program);
     const char* uses[4][2] = {
         {"--model NAME --train-data 'GLOB' [options]", "train from scratch"},
-        {"--init DIR --train-data 'GLOB' [options]", "train on from Hugging Face's format"},
+        {"--init DIR --train-data 'GLOB' [options]", "fine-tune a Hugging Face folder"},
         {"--resume --out DIR [options]", "go on where a run stopped"},
         {"--init DIR --generate N --prompt 'TEXT'", "sample"},
     };
     for (int i = 0; i < 4; i++) {
-        fprintf(file, "%s %s %-43s  %s\n", i == 0 ? "usage:" : "      ", title, uses[i][0], uses[i][1]);
+        fprintf(file, "%s %s %-42s  %s\n", i == 0 ? "usage:" : "      ", title, uses[i][0], uses[i][1]);
     }
     fprintf(file, "\nTrains a Qwen3-style mixture-of-experts language model %s.\n"
                   "Defaults are in [brackets]; numbers may be written 98304, 100K, 1.5M or 10B.\n",

@@ -289,7 +289,8 @@ static inline void profiler_release(Profiler* p) {
 }
 
 // A named box around the phases in the timeline: "forward", "microbatch %d". Boxes nest, at most TRACE_MAX_DEPTH deep
-// (deeper ones are not drawn). A box cuts the phase under way, so that none sticks out of it.
+// (deeper ones are not drawn). A box's beginning cuts the phase under way, so that none sticks out of it, and its end
+// ends it: what comes next is PHASE_OTHER until a phase is named.
 PRINTF_LIKE(2, 3)
 static inline void profiler_span_begin(Profiler* p, const char* fmt, ...) {
     if (p == NULL || !p->in_step) { return; }
@@ -305,10 +306,13 @@ static inline void profiler_span_begin(Profiler* p, const char* fmt, ...) {
 static inline void profiler_span_end(Profiler* p) {
     if (p == NULL || !p->in_step) { return; }
     if (p->depth == 0) { fatal("program error: profiler_span_end without profiler_span_begin"); }
-    int depth = --p->depth;
-    if (p->trace.fd < 0 || depth >= TRACE_MAX_DEPTH) { return; }
     double now_us = profiler_cut(p);
-    profiler_draw(p, p->spans[depth].name, -1, p->spans[depth].start_us, now_us, 0, depth);
+    int depth = --p->depth;
+    if (depth < TRACE_MAX_DEPTH) {
+        profiler_draw(p, p->spans[depth].name, -1, p->spans[depth].start_us, now_us, 0, depth);
+    }
+    p->phase = PHASE_OTHER;
+    p->layer = -1;
 }
 
 // ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// The command line: every value that fits is taken, every one that does not is refused by one line that names the option.
+// The command line: every value that fits is taken, every other is refused by one line that names the option.
 #include "testing.h"
 #include "../../llmc/cli.h"
 
@@ -50,7 +50,8 @@ static void every_option_has_a_sound_row(void) {
 
 static void rules_name_options_that_exist(void) {
     for (size_t i = 0; i < sizeof(option_exclusive) / sizeof(option_exclusive[0]); i++) {
-        for (int j = 0; j < 4 && option_exclusive[i].names[j]; j++) { CHECK(option_find(option_exclusive[i].names[j]) >= 0); }
+        const char* const* names = option_exclusive[i].names;
+        for (int j = 0; j < 4 && names[j] != NULL; j++) { CHECK(option_find(names[j]) >= 0); }
     }
     for (size_t i = 0; i < sizeof(option_needs) / sizeof(option_needs[0]); i++) {
         CHECK(option_find(option_needs[i].name) >= 0 && option_find(option_needs[i].needs[0]) >= 0);
@@ -108,20 +109,23 @@ static void whole_numbers_have_suffixes(void) {
         CHECK(option_parse_int(good[i].text, &value) == NULL);
         CHECK(value == good[i].value);
     }
-    const char* bad[] = {"", " ", "x", "1x", "1.5", "1.0005K", "1KK", "K", "nan", "inf", "0x10", "1e400", "1e30", " 1", "1 ",
-                         "9223372036854775808", "-9223372036854775809", "1,000", "--3", "1e", "1e-3", "10000000T", "B", "."};
+    const char* bad[] = {"", " ", "x", "1x", "1.5", "1.0005K", "1KK", "K", "nan", "inf", "0x10", "1e400", "1e30", " 1",
+                         "1 ", "9223372036854775808", "-9223372036854775809", "1,000", "--3", "1e", "1e-3", "10000000T",
+                         "B", "."};
     for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
         int64_t value;
-        test_check(option_parse_int(bad[i], &value) != NULL, __FILE__, __LINE__, "'%s' is taken for a whole number", bad[i]);
+        bool refused = option_parse_int(bad[i], &value) != NULL;
+        test_check(refused, __FILE__, __LINE__, "'%s' is taken for a whole number", bad[i]);
     }
 }
 
 static void numbers_refuse_what_is_no_number(void) {
-    const char* bad[] = {"", "nan", "NAN", "inf", "-inf", "infinity", "0x1p3", "1e400", "1e", "1..2", "1,5", "1 ", " 1", "1f", "-",
-                         "3e-4x", "e5"};
+    const char* bad[] = {"", "nan", "NAN", "inf", "-inf", "infinity", "0x1p3", "1e400", "1e", "1..2", "1,5", "1 ", " 1",
+                         "1f", "-", "3e-4x", "e5"};
     for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
         double value;
-        test_check(option_parse_double(bad[i], &value) != NULL, __FILE__, __LINE__, "'%s' is taken for a number", bad[i]);
+        bool refused = option_parse_double(bad[i], &value) != NULL;
+        test_check(refused, __FILE__, __LINE__, "'%s' is taken for a number", bad[i]);
     }
     double value = 0.0;
     CHECK(option_parse_double("-1.5e-3", &value) == NULL && value == -1.5e-3);
@@ -183,7 +187,8 @@ static void repeated_options_are_refused_also_in_both_forms(void) {
 }
 
 static void a_pattern_that_the_shell_split_is_explained(void) {
-    EXPECT_FATAL(parse_cpu("--model demo --train-data a.bin b.bin c.bin"), "quote the pattern, as in --train-data 'data/*.bin'");
+    EXPECT_FATAL(parse_cpu("--model demo --train-data a.bin b.bin c.bin"),
+                 "quote the pattern, as in --train-data 'data/*.bin'");
     EXPECT_FATAL(parse_cpu("--model demo -v a.bin b.bin"), "quote the pattern, as in --val-data");
     EXPECT_FATAL(train("--lr 1 b.bin"), "unexpected argument 'b.bin'");
 }
@@ -191,11 +196,12 @@ static void a_pattern_that_the_shell_split_is_explained(void) {
 static void what_a_program_cannot_honour_is_refused_by_name(void) {
     const char* gpu_only[] = {"--master 1", "--pinned 1", "--allreduce last", "--allreduce-dtype bf16", "--overlap 0",
                               "--recompute none"};
-    for (size_t i = 0; i < 6; i++) { EXPECT_FATAL(train(gpu_only[i]), "is honoured by train_moe alone, not by train_moe_cpu"); }
+    for (size_t i = 0; i < 6; i++) { EXPECT_FATAL(train(gpu_only[i]), "honoured by train_moe alone, not by train_moe_cpu"); }
     EXPECT_FATAL(train("--precision bf16"), "train_moe_cpu computes in fp32 for now: leave --precision out");
     EXPECT_FATAL(train("--attention cudnn"), "use --attention flash");
     EXPECT_FATAL(parse("--model demo --train-data x --precision fp32", PROGRAM_GPU), "train_moe computes in bf16");
-    EXPECT_FATAL(parse("--model demo --train-data x --threads 2", PROGRAM_GPU), "--threads is honoured by train_moe_cpu alone");
+    EXPECT_FATAL(parse("--model demo --train-data x --threads 2", PROGRAM_GPU),
+                 "--threads is honoured by train_moe_cpu alone");
     parse("--model demo --train-data x --precision bf16 --attention cudnn --master 0 --recompute moe", PROGRAM_GPU);
     CHECK(!opt.master && strcmp(opt.attention, "cudnn") == 0 && strcmp(opt.recompute, "moe") == 0);
     train("--precision fp32 --attention naive --experts loop --optimizer simple --loader inline --tokenize inline");
@@ -341,7 +347,8 @@ static void a_resumed_run_inherits_what_was_given_before(void) {
 }
 
 static void inherited_options_survive_a_hostile_file(void) {
-    cJSON* json = cJSON_Parse("{\"given\":[\"lr\",\"nope\",3,\"steps\",\"schedule\"],\"lr\":[1],\"nope\":2,\"steps\":null}");
+    cJSON* json = cJSON_Parse("{\"given\":[\"lr\",\"nope\",3,\"steps\",\"schedule\"],"
+                              "\"lr\":[1],\"nope\":2,\"steps\":null}");
     parse_cpu("--resume --out o --train-data x");
     options_inherit(&opt, json);
     options_resolve(&opt, 1);

@@ -7,7 +7,8 @@ enum { V = 8 };
 static char scratch[1000 * 16];
 
 // how often each of n tokens comes in `draws`, as shares
-static void shares_of(double* shares, const float* logits, int n, float temperature, int top_k, float top_p, int draws) {
+static void shares_of(double* shares, const float* logits, int n, float temperature, int top_k, float top_p,
+                      int draws) {
     uint64_t rng = 1234;
     for (int i = 0; i < n; i++) { shares[i] = 0.0; }
     for (int d = 0; d < draws; d++) {
@@ -135,7 +136,8 @@ static void logits_are_left_alone_and_the_seed_decides(void) {
     memcpy(before, logits, sizeof(before));
     uint64_t a = 99, b = 99;
     for (int i = 0; i < 1000; i++) {
-        CHECK(sample_token(logits, V, 0.8f, 5, 0.9f, &a, scratch) == sample_token(logits, V, 0.8f, 5, 0.9f, &b, scratch));
+        int first = sample_token(logits, V, 0.8f, 5, 0.9f, &a, scratch);
+        CHECK(sample_token(logits, V, 0.8f, 5, 0.9f, &b, scratch) == first);
     }
     CHECK(memcmp(before, logits, sizeof(before)) == 0);
 }
