@@ -38,7 +38,7 @@ ANIMALS = {
 THINGS = {
     "bell": ("rang the bell", "followed the sound", "hangs by the door"),
     "lantern": ("lit the lantern", "saw the path", "glows in the window"),
-    "drum": ("beat the drum", "marched home in step", "stands in the kitchen"),
+    "drum": ("beat the drum", "marched home", "stands in the kitchen"),
     "kite": ("flew the kite", "saw it dance", "sways from the ceiling"),
     "whistle": ("blew the whistle", "came running", "lies on a soft pillow"),
     "boat": ("launched the boat", "floated home", "rests in the bathtub"),
