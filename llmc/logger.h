@@ -74,7 +74,8 @@ static inline void format_rate(char* text, size_t size, double rate) {
     else { snprintf(text, size, "%.2fM", rate / 1e6); }
 }
 
-// step 12/1000 | loss 5.1234 | norm 1.23 | lr 3.0e-04 | 123.4 ms | 33.1k tok/s | mfu 41.2% | data 0.3% other 0.8% | eta 9s
+// step 12/1000 | loss 5.1234 | norm 1.23 | lr 3.0e-04 | 123.4 ms | 33.1k tok/s | mfu 41.2% | data 0.3% other 0.8% |
+// eta 3h12m, all in one line
 static inline void format_step_line(char* text, size_t size, const StepMetrics* m, double eta_seconds) {
     char rate[32], eta[32], val[40] = "", mfu[80] = "";
     format_rate(rate, sizeof(rate), m->tokens_per_s);
@@ -128,7 +129,7 @@ static inline void metrics_line(Logger* log, const StepMetrics* m) {
     if (m->phase_ms != NULL) {
         metrics_printf(log, ",\"phases\":{");
         for (int i = 0; i <= NUM_PHASES; i++) {
-            metrics_printf(log, "%s\"%s\":%.6g", i > 0 ? "," : "", phase_name(i), m->phase_ms[i]);
+            metrics_printf(log, "%s\"%s\":%.7g", i > 0 ? "," : "", phase_name(i), m->phase_ms[i]);
         }
         metrics_printf(log, "}");
     }
