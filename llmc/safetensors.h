@@ -260,7 +260,7 @@ static inline bool st_map(SafeTensors* st, const char* path, size_t* header_size
 // wrong; nothing is then left open.
 static inline bool st_open(SafeTensors* st, const char* path, char* err, size_t err_size) {
     memset(st, 0, sizeof(*st));
-    size_t header_size;
+    size_t header_size = 0;
     char reason[1024];
     if (!st_map(st, path, &header_size, err, err_size)) { return false; }
     st->path = strdupCheck(path);

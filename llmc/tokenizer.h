@@ -308,7 +308,7 @@ static inline void tokenizer_bytes_write(const char* dir) {
 
 typedef struct {
     unsigned char held[4]; // an unfinished character
-    int count, need;       // bytes held, bytes it will have
+    unsigned count, need;  // bytes held, bytes it will have
 } Utf8Stream;
 
 // Room that `out` of utf8_stream_push needs for n bytes in.

@@ -1,0 +1,113 @@
+# make demo    builds the CPU trainer, makes its text, trains about two minutes, prints samples   (installs what is missing)
+# make test    every test; ends with "N passed, N failed"                                        (installs what is missing)
+# make         builds train_moe_cpu and says what it found        make help   lists the rest
+
+CC ?= cc
+CFLAGS ?= -O3 -march=native
+BUILD := build
+PYTHON := $(BUILD)/venv/bin/python
+
+# What is on this machine? Each probe compiles a line of C. NO_OPENMP=1 NO_DNNL=1 NO_CBLAS=1 leave something out.
+probe = $(shell printf '$(1)\n' | $(CC) $(CPPFLAGS) -x c - -o /dev/null $(2) $(LDFLAGS) 2>/dev/null && echo yes)
+UNAME := $(shell uname -s 2>/dev/null)
+ifeq ($(UNAME),)
+$(error this Makefile needs a Unix shell: Linux, WSL or macOS)
+endif
+
+# these probes must not run where nothing is built
+ifneq ($(filter-out clean deps help,$(or $(MAKECMDGOALS),all)),)
+ifndef NO_OPENMP
+  OPENMP := $(if $(call probe,int main(void) { return 0; },-fopenmp),-fopenmp)
+  ifeq ($(OPENMP)$(UNAME),Darwin)
+    BREW_OMP := $(shell brew --prefix libomp 2>/dev/null)
+    OPENMP_MAC := -Xpreprocessor -fopenmp -I$(BREW_OMP)/include -L$(BREW_OMP)/lib -lomp
+    OPENMP := $(if $(call probe,#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; },$(OPENMP_MAC)),$(OPENMP_MAC))
+  endif
+endif
+ifndef NO_DNNL
+  DNNL := $(call probe,#include <oneapi/dnnl/dnnl.h>\nint main(void) { return dnnl_sgemm == 0; },-ldnnl)
+endif
+ifndef NO_CBLAS
+  ifeq ($(UNAME),Darwin)
+    ACCELERATE := $(call probe,#include <Accelerate/Accelerate.h>\nint main(void) { return cblas_sgemm == 0; },-framework Accelerate)
+  endif
+  BLAS := $(firstword $(foreach lib,-lopenblas -lblis -lcblas,$(if $(call probe,#include <cblas.h>\nint main(void) { return cblas_sgemm == 0; },$(lib)),$(lib))))
+endif
+CJSON := $(call probe,#include <cjson/cJSON.h>\nint main(void) { return cJSON_Parse == 0; },-lcjson)
+endif
+
+ifneq ($(DNNL),)
+  GEMM_NAME := oneDNN
+  GEMM_FLAGS := -DUSE_DNNL
+  GEMM_LIBS := -ldnnl
+else ifneq ($(ACCELERATE),)
+  GEMM_NAME := Accelerate
+  GEMM_FLAGS := -DUSE_ACCELERATE
+  GEMM_LIBS := -framework Accelerate
+else ifneq ($(BLAS),)
+  GEMM_NAME := CBLAS ($(BLAS))
+  GEMM_FLAGS := -DUSE_CBLAS
+  GEMM_LIBS := $(BLAS)
+endif
+
+# -fno-math-errno lets sqrt be one instruction. No -ffast-math: it would assume that there are no NaNs.
+WARN := -Wall -Wextra
+C_FLAGS := -std=c11 $(WARN) -I. -fno-math-errno $(OPENMP)
+LIBS := -lcjson -lm -lpthread
+HEADERS := $(wildcard llmc/*.h)
+
+.PHONY: all demo test test-long test-hf bench-cpu deps found clean help train-demo test-run
+
+all: found train_moe_cpu
+
+found:
+	@echo "$(if $(OPENMP),✓ OpenMP,✗ OpenMP: no (single thread))"
+	@echo "$(if $(GEMM_NAME),✓ matrix products by $(GEMM_NAME),✗ BLAS: no (own loop, several times slower; make deps installs oneDNN))"
+	@echo "$(if $(CJSON),✓ cJSON,✗ cJSON: no (needed; make deps installs it))"
+
+train_moe_cpu: train_moe_cpu.c $(HEADERS)
+	$(CC) $(CFLAGS) $(C_FLAGS) $(GEMM_FLAGS) $< -o $@ $(GEMM_LIBS) $(LIBS) $(LDFLAGS)
+
+# ----------------------------------------------------------------------------
+# the main job
+
+demo: deps
+	@$(MAKE) --no-print-directory train-demo
+
+train-demo: all
+	@dev/demo.sh
+
+# ----------------------------------------------------------------------------
+# tests: dev/test/README.md says what each of them proves
+
+test: deps $(PYTHON)
+	@$(MAKE) --no-print-directory test-run
+
+test-run: all
+	@CC="$(CC)" PYTHON=$(PYTHON) OPENMP="$(OPENMP)" GEMM_FLAGS="$(GEMM_FLAGS)" GEMM_LIBS="$(GEMM_LIBS)" dev/test/run.sh
+
+test-long: deps $(PYTHON) all
+	@CC="$(CC)" PYTHON=$(PYTHON) OPENMP="$(OPENMP)" GEMM_FLAGS="$(GEMM_FLAGS)" GEMM_LIBS="$(GEMM_LIBS)" dev/test/run.sh --long
+
+test-hf: all
+	@dev/test/hf/run.sh
+
+bench-cpu: all
+	@dev/bench/cpu.sh
+
+# numpy, safetensors (tests) and matplotlib (plots), apart from the system's Python
+$(PYTHON): dev/requirements.txt
+	python3 -m venv $(BUILD)/venv
+	$(BUILD)/venv/bin/pip install --quiet --disable-pip-version-check -r dev/requirements.txt
+	@touch $@
+
+deps:
+	@dev/deps.sh
+
+clean:
+	rm -rf $(BUILD) train_moe_cpu
+
+help:
+	@grep -E '^# make' Makefile
+	@echo "# make deps    installs the libraries (apt, as root or with sudo), or says which ones are missing"
+	@echo "# make test-long, make test-hf (needs torch and transformers), make bench-cpu, make clean"

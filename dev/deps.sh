@@ -1,0 +1,41 @@
+#!/bin/sh
+# Installs what building and testing needs and this machine lacks: with apt where that can be done, else it says what to do.
+# Nothing is installed that is there already; a second run changes nothing.
+set -u
+missing=""
+try() { # try PACKAGE 'C program' FLAGS: the package is missing if the program does not compile
+    printf "$2" | "${CC:-cc}" -x c - -o /dev/null $3 2>/dev/null || missing="$missing $1"
+}
+have() { command -v "$1" >/dev/null 2>&1 || missing="$missing $2"; }
+
+have "${CC:-cc}" gcc
+have make make
+if ! python3 -c 'import venv, ensurepip' 2>/dev/null; then missing="$missing python3-venv"; fi
+if [ "$(uname -s)" = Linux ]; then
+    try libc6-dev '#include <stdio.h>\nint main(void) { return 0; }\n' ''
+    try libcjson-dev '#include <cjson/cJSON.h>\nint main(void) { return cJSON_Parse == 0; }\n' -lcjson
+    try libdnnl-dev '#include <oneapi/dnnl/dnnl.h>\nint main(void) { return dnnl_sgemm == 0; }\n' -ldnnl
+fi
+if [ "$(uname -s)" = Darwin ]; then
+    [ -n "$missing" ] && echo "missing:$missing"
+    echo "on macOS: xcode-select --install; brew install cjson libomp   (matrix products: Apple's Accelerate)"
+    exit 0
+fi
+[ -z "$missing" ] && exit 0
+
+by_hand="needed:$missing. By hand: apt-get install$missing (Debian, Ubuntu); elsewhere the packages of cJSON and oneDNN"
+if ! command -v apt-get >/dev/null 2>&1; then echo "$by_hand"; exit 1; fi
+root=""
+if [ "$(id -u)" != 0 ]; then
+    if command -v sudo >/dev/null 2>&1; then root=sudo; else echo "$by_hand (no root and no sudo here)"; exit 1; fi
+fi
+echo "installing with apt:$missing"
+export DEBIAN_FRONTEND=noninteractive
+log=$(mktemp)
+if ! { $root apt-get update -qq && $root apt-get install -y -qq --no-install-recommends $missing; } >"$log" 2>&1; then
+    tail -n 5 "$log"
+    rm -f "$log"
+    echo "apt failed; $by_hand"
+    exit 1
+fi
+rm -f "$log"

@@ -1,0 +1,169 @@
+// run.h: from the command line to a run that is ready: which model, which data, which tokenizer, what to resume. The same for
+// every trainer; all that can be wrong with files or options is found here, before memory is allocated or a step is made.
+#ifndef LLMC_RUN_H
+#define LLMC_RUN_H
+
+#include "batch_file.h"
+#include "checkpoint.h"
+#include "checkpoint_read.h"
+#include "cli.h"
+#include "config_json.h"
+#include "dataloader.h"
+#include "text.h"
+
+typedef struct {
+    Options opt;
+    MoEConfig config;
+    ParamTable table;
+    Tokenizer tokenizer;
+    char* tokenizer_path;     // the tokenizer.json that was found, or NULL
+    bool has_tokenizer, has_train, has_val, has_batch, samples, trains;
+    int eot;                  // the token that opens a document, -1: unknown
+    DataLoader train, val;    // --train-data, --val-data
+    BatchFile batch;          // --batch
+    Prompt prompt;            // if the run samples
+    char* resume;             // the checkpoint folder to go on from, or NULL
+    TrainerState state;       // what it says
+    int out_lock;             // descriptor that keeps --out for this process
+} Run;
+
+// The checkpoint to resume, and what its run was started with and this command does not say anew.
+static inline void run_find_checkpoint(Run* run) {
+    Options* opt = &run->opt;
+    const char* where = opt->resume[0] != '\0' ? opt->resume : opt->out;
+    char* state = str_format("%s/trainer_state.json", where);
+    run->resume = path_exists(state) ? strdupCheck(where) : checkpoint_latest(where);
+    free(state);
+    if (run->resume == NULL) { fatal("--resume: there is no complete checkpoint in %s", where); }
+    checkpoint_state_read(run->resume, &run->state);
+    options_inherit(opt, run->state.options);
+    if (!options_given(opt, "seed")) { opt->seed = (int64_t)run->state.seed; }
+}
+
+// The model's sizes: a checkpoint's, a Hugging Face folder's, a file's or a preset's; then all options that depend on them.
+static inline void run_read_config(Run* run, int num_ranks) {
+    Options* opt = &run->opt;
+    char err[512];
+    const char* path = run->resume != NULL ? run->resume : opt->init != NULL ? opt->init : opt->config;
+    if (path != NULL && !config_read(&run->config, path, err, sizeof(err))) { fatal("%s", err); }
+    if (path == NULL && !config_preset(&run->config, opt->model)) {
+        fatal("--model %s: there is no such preset; there are %s", opt->model, config_preset_names());
+    }
+    if (!config_check(&run->config, err, sizeof(err))) { fatal("%s", err); }
+    if (opt->aux_loss_coef < 0) {
+        opt->aux_loss_coef = run->config.output_router_logits ? run->config.router_aux_loss_coef : 0;
+    }
+    if (opt->batch != NULL) {
+        size_t B, T;
+        batch_file_size(opt->batch, &B, &T);
+        opt->batch_size = (int64_t)B;
+        opt->seq_len = (int64_t)T;
+    }
+    options_resolve(opt, num_ranks);
+    if (run->resume != NULL && !opt->generate && !opt->eval && !opt->dump && !opt->dry_run && run->state.step >= opt->steps) {
+        fatal("%s has done %lld steps already, and --steps is %lld: raise it to go on", run->resume,
+              (long long)run->state.step, (long long)opt->steps);
+    }
+}
+
+// tokenizer.json in the folder `path`, or in the folder of the file or pattern `path`; NULL: it is not there.
+static inline char* tokenizer_beside(const char* path) {
+    if (path == NULL) { return NULL; }
+    char* in = str_format("%s/tokenizer.json", path);
+    if (path_exists(in)) { return in; }
+    free(in);
+    const char* slash = strrchr(path, '/');
+    char* beside = slash != NULL ? str_format("%.*s/tokenizer.json", (int)(slash - path), path) : strdupCheck("tokenizer.json");
+    if (path_exists(beside)) { return beside; }
+    free(beside);
+    return NULL;
+}
+
+// The tokenizer lies with the model, or else with the data; text is taken byte by byte where neither has one.
+static inline void run_find_tokenizer(Run* run) {
+    const char* places[] = {run->resume, run->opt.init, run->opt.train_data, run->opt.val_data};
+    char err[512];
+    for (int i = 0; i < 4 && run->tokenizer_path == NULL; i++) { run->tokenizer_path = tokenizer_beside(places[i]); }
+    run->has_tokenizer = run->tokenizer_path != NULL || strcmp(run->opt.tokenize, "inline") == 0;
+    if (run->tokenizer_path == NULL) { tokenizer_bytes(&run->tokenizer); }
+    else if (!tokenizer_read(&run->tokenizer, run->tokenizer_path, err, sizeof(err))) { fatal("%s", err); }
+    run->eot = run->config.eos_token_id;
+    if (run->eot < 0 && run->has_tokenizer) { run->eot = tokenizer_eot_id(&run->tokenizer); }
+    if (run->eot >= run->config.vocab_size) { run->eot = -1; }
+}
+
+static inline void run_open_data(Run* run, DataLoader* loader, const char* option, const char* pattern, int rank, int num_ranks) {
+    DataLoaderOptions o;
+    memset(&o, 0, sizeof(o));
+    o.pattern = pattern;
+    o.text = strcmp(run->opt.tokenize, "inline") == 0;
+    o.tokenizer = run->has_tokenizer ? &run->tokenizer : NULL;
+    o.B = (size_t)run->opt.batch_size;
+    o.T = (size_t)run->opt.seq_len;
+    o.rank = rank;
+    o.num_ranks = num_ranks;
+    o.seed = (uint64_t)run->opt.seed;
+    o.shuffle = loader == &run->train;
+    o.prefetch = strcmp(run->opt.loader, "prefetch") == 0;
+    o.vocab_size = run->config.vocab_size;
+    o.eot_id = run->eot;
+    dataloader_open(loader, &o);
+    if (run->eot < 0) { run->eot = dataloader_eot_id(loader); }
+    if (run->opt.doc_mask && dataloader_eot_id(loader) < 0) {
+        fatal("--doc-mask: neither --%s nor the model's eos_token_id says which token opens a document", option);
+    }
+    printf("%-11s %s: %llu tokens, %llu sequences of %lld\n", option, pattern,
+           (unsigned long long)dataloader_total_tokens(loader), (unsigned long long)dataloader_num_sequences(loader),
+           (long long)run->opt.seq_len);
+}
+
+// A resumed run goes on with the data it had: at the very sequence where it stopped.
+static inline void run_seek_data(Run* run) {
+    uint64_t now = dataloader_total_tokens(&run->train), then = run->state.data_tokens;
+    if (then != 0 && now != then) {
+        fatal("--resume: the checkpoint was trained on %llu tokens of data, --train-data has %llu: its place in other data "
+              "means nothing (start anew with --init %s)", (unsigned long long)then, (unsigned long long)now, run->resume);
+    }
+    dataloader_seek(&run->train, run->state.data_position);
+}
+
+// Everything up to the model. Prints what it found; with --dry-run it stops before data and output are touched.
+static inline void run_open(Run* run, int argc, char** argv, int program, int rank, int num_ranks) {
+    Options* opt = &run->opt;
+    memset(run, 0, sizeof(*run));
+    run->out_lock = -1;
+    options_parse(opt, argc, argv, program);
+    if (opt->resume != NULL) { run_find_checkpoint(run); }
+    run_read_config(run, num_ranks);
+    param_table_build(&run->table, &run->config);
+    if (opt->dry_run) { return; }
+    run->trains = !opt->eval && !opt->generate && opt->dump == NULL;
+    run->samples = opt->generate > 0 || (run->trains && opt->sample_every > 0);
+    run->has_batch = opt->batch != NULL && !opt->eval && !opt->generate;
+    run->has_train = opt->train_data != NULL && !run->has_batch && !opt->eval && !opt->generate;
+    run->has_val = opt->val_data != NULL && !opt->generate && opt->dump == NULL;
+    run_find_tokenizer(run);
+    if (run->has_batch) { batch_file_read(&run->batch, opt->batch, &run->config, opt->doc_mask, opt->force_routing); }
+    if (run->has_train) { run_open_data(run, &run->train, "train-data", opt->train_data, rank, num_ranks); }
+    if (run->has_val) { run_open_data(run, &run->val, "val-data", opt->val_data, rank, num_ranks); }
+    if (run->has_train && run->resume != NULL) { run_seek_data(run); }
+    if (run->samples) {
+        run->prompt = prompt_read(opt->prompt, run->has_tokenizer ? &run->tokenizer : NULL, run->eot, &run->config);
+    }
+    if (opt->out != NULL && run->trains && rank == 0) { run->out_lock = checkpoint_out_open(opt->out); }
+}
+
+static inline void run_close(Run* run) {
+    if (run->has_train) { dataloader_close(&run->train); }
+    if (run->has_val) { dataloader_close(&run->val); }
+    if (run->has_batch) { batch_file_free(&run->batch, &run->config); }
+    if (run->out_lock >= 0) { close(run->out_lock); }
+    tokenizer_free(&run->tokenizer);
+    param_table_free(&run->table);
+    trainer_state_free(&run->state);
+    free(run->prompt.tokens);
+    free(run->tokenizer_path);
+    free(run->resume);
+}
+
+#endif
