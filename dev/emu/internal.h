@@ -1,0 +1,202 @@
+// What the emulator's parts share with each other: threads, warps, blocks and workers; options; reports; the checker's
+// and the runtime's entry points. User code never sees this file.
+#ifndef EMU_INTERNAL_H
+#define EMU_INTERNAL_H
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+#include "emu.h"
+#include "fiber.h"
+#undef threadIdx
+#undef __syncthreads
+
+namespace emu {
+
+// ---------------------------------------------------------------- options, all from the environment
+enum Order { ORDER_FORWARD, ORDER_REVERSE, ORDER_RANDOM };
+struct Options {
+    Order order;                 // EMU_ORDER=forward|reverse|random:SEED
+    unsigned seed;
+    size_t stack;                // EMU_STACK, KiB a thread
+    int workers;                 // EMU_WORKERS: operating-system threads, 0 = all cores
+    bool lazy_streams;           // EMU_LAZY_STREAM: default 0, in the checker 1
+    bool poison;                 // EMU_POISON=0: memory starts as zeros instead of 0xff
+    int sm;                      // EMU_SM=80|89|90|100|120
+    int devices;                 // EMU_DEVICES
+    double memory_gib;           // EMU_MEM, of each device
+    double watchdog;             // EMU_WATCHDOG, seconds without progress; 0 = never
+    bool count;                  // EMU_COUNT=1 with --check: memory counters
+    bool stats;                  // EMU_STATS=1: totals at the end
+};
+const Options& options();
+struct Limits { size_t smem_block, smem_optin, smem_sm; int regs_sm, threads_sm, blocks_sm, multiprocessors; };
+const Limits& limits();          // of the architecture asked for
+
+// ---------------------------------------------------------------- reports: anything reported makes the program exit 1
+extern std::atomic<long> report_count;
+// One fault, printed once for each pair of lines. `pc` (and `other_pc`, or null) are code addresses; the text follows.
+void report(const char* kind, void* pc, void* other_pc, const char* format, ...) __attribute__((format(printf, 4, 5)));
+// The same where file and line are known.
+void report_at(const char* kind, const char* file, int line, const char* format, ...) __attribute__((format(printf, 4, 5)));
+std::string where(const void* pc);                    // "file.cu:12"
+std::string who();                                    // "kernel k, block (0,0,0), thread (5,0,0)"
+std::string thread_name(int linear, dim3 block);      // "(5,0,0)"
+std::string block_name(long linear, dim3 grid);
+[[noreturn]] void fatal(const char* format, ...) __attribute__((format(printf, 1, 2)));   // the emulator cannot go on: exit code 1
+void watch_thread();                                   // this thread runs kernels: the watchdog and the fault handler know it
+bool failing(const char* function);                    // EMU_FAIL=cudaMalloc:7 asks for this call to fail
+
+// ---------------------------------------------------------------- threads, warps, blocks
+struct Snapshot;                                       // checker: what a thread knew at a fence
+struct Acquired;                                       // checker: what it learnt through flags
+struct Block;
+struct Thread : ThreadId {
+    Fiber* fiber;                // null until it first waits: threads that never wait share one fiber
+    bool done;
+    const char *wait_what, *wait_file;
+    int wait_line;
+    std::vector<CpAsync> copies; // cp.async in flight
+    int copy_group;
+    const void* polled;          // the address of the last atomic or volatile access, and how often in a row
+    void* polled_pc;
+    int polls;
+    // checker
+    uint32_t clock;              // advances at every fence, __syncwarp and barrier
+    uint32_t fence_clock;        // accesses up to here were followed by a device-wide fence
+    std::shared_ptr<Snapshot> fence_device, fence_block;
+    std::shared_ptr<Acquired> acquired;
+};
+struct Slot { unsigned mask, arrived; const char *what, *file; int line; void* arg[32]; Done done; };
+struct Warp {
+    Slot slot[4];                // operations in progress, one for each mask
+    unsigned alive;
+    unsigned asking;             // lanes in __activemask
+    unsigned answer[32];
+    bool synced;                 // checker: `known` is in use
+    uint32_t known[32][32];      // checker: known[i][j] = lane i has seen what lane j did up to this clock
+};
+struct Cell;
+const size_t SHARED_ARENA = 1 << 20;
+struct Grid;
+struct Block {
+    uint3 index;
+    long linear;
+    Grid* grid;
+    std::vector<Thread> threads;
+    std::vector<Warp> warps;
+    unsigned ready;              // warps with ready lanes
+    unsigned lanes[32];          // ready lanes of each warp
+    unsigned polling[32];        // lanes that wait for another thread's store
+    unsigned asking;             // warps with lanes in __activemask
+    int warp;                    // the warp that runs: left only when all its lanes wait
+    int alive, arrived;
+    int site;                    // of the barrier the first thread arrived at
+    Thread *first_arrived, *mismatch;
+    BarrierKind kind;
+    int accumulated, result;
+    int poll_rounds;
+    bool any_polling, started, finished;
+    uint32_t random;
+    // shared memory
+    char* shared;
+    size_t shared_used, static_bytes;
+    char* dynamic;
+    std::vector<std::pair<int, char*>> variables;      // SharedVar id -> its place in this block
+    // checker
+    uint32_t barrier_clock;      // all that happened before is known to every thread
+    bool fenced;                 // some thread fenced since the last barrier
+    std::shared_ptr<std::vector<uint32_t>> fences;     // fence clocks of all threads at the last barrier
+    std::shared_ptr<Acquired> acquired;
+    uint8_t* shared_state;
+    Cell* shared_cells;
+};
+struct Op;
+struct Grid {                    // one launch that is being executed
+    Config config;
+    Closure closure;
+    long blocks, serial;
+    size_t dynamic_limit;        // what cudaFuncSetAttribute allows
+    std::atomic<long> next;
+    std::atomic<bool> failed;
+    Op* op;
+};
+struct Worker {
+    Fiber main;
+    Fiber *running, *pool;
+    Block* block;
+    Thread* start;               // the thread a fresh fiber begins with
+    std::vector<Block*> idle;
+    Fiber* probe;
+    const Closure* probe_closure;
+    Kernel* probe_result;
+    bool probing;
+    std::atomic<long> progress;  // the watchdog looks at it
+    std::atomic<Grid*> grid;
+};
+extern __thread Worker* worker;
+inline Thread* this_thread() { return (Thread*)cur; }
+
+void run_grid(Grid& g);          // returns when every block has finished
+Kernel* probe_kernel(const Closure& c);               // which kernel the closure calls (it runs up to its first statement)
+char* shared_alloc(Block* b, size_t n, size_t align, const char* name);
+
+// ---------------------------------------------------------------- the checker (check.cpp; nocheck.cpp does nothing)
+extern const bool checking;
+enum MemoryKind { MEMORY_DEVICE, MEMORY_PINNED, MEMORY_MANAGED };
+void* check_malloc(size_t n, MemoryKind kind);         // from the arena with shadow; null when it is used up
+void check_free(void* p, size_t n);
+void check_grid_begin(Grid& g);
+void check_block_begin(Block* b);
+void check_shared_alloc(Block* b, char* p, size_t n);
+void check_barrier(Block* b);
+void check_syncwarp(Block* b, int warp, unsigned mask);
+void check_fence(bool device_wide);
+void check_atomic(const void* p, size_t n, bool write, void* pc);
+void check_touch(const void* p, size_t n, bool write, void* pc);    // by the current thread
+void check_cp_issue(const CpAsync& c);
+void check_cp_land(const CpAsync& c);
+void check_lane_touch(Thread* lane, const void* p, size_t n, bool write, void* pc);
+void check_launch(Grid& g);                            // counters: a launch ended
+void count_mma();
+// Work that is not a kernel: copies, cuBLAS, NCCL. Names the operation that runs now and its accesses.
+void check_op_begin(Op* op);
+void check_op_touch(const void* p, size_t n, bool write);
+void check_op_copy(void* dst, const void* src, size_t n);          // initialised or not travels along
+// Host memory that an unfinished operation still uses.
+void check_host_pending(Op* op, const void* p, size_t n, bool written);
+void check_exit();
+
+// ---------------------------------------------------------------- operations and streams (stream.cpp)
+struct Stream;
+struct Op {
+    uint32_t id;
+    Stream* stream;
+    uint32_t index;              // in its stream
+    std::vector<uint32_t> clock; // happened-before: clock[s] = operations of stream s known to be finished
+    uint32_t host_time;          // when it was issued
+    std::string name;
+    void* pc;                    // the call in user code
+    std::function<void()> run;
+    std::vector<std::shared_ptr<Op>> needs;
+    bool done, skip_at_exit;
+    double finished;             // milliseconds
+};
+using OpRef = std::shared_ptr<Op>;
+// Issues work on a stream; it runs now, or as late as possible with lazy streams. Null: no stream of that handle.
+OpRef enqueue(cudaStream_t s, const char* name, void* pc, std::function<void()> run);
+void wait_for(const OpRef& op);                        // the host waits for it
+bool host_knows(uint32_t op_id);
+bool op_before(uint32_t a, uint32_t b);
+const Op* op_by_id(uint32_t id);
+extern uint32_t host_time;
+extern __thread Op* running_op;
+void drain_for_exit();
+cudaError_t set_error(cudaError_t e);                  // also remembers it for cudaGetLastError
+size_t function_smem_limit(const void* function);
+bool valid_device_range(const void* p, size_t n, size_t* left);
+
+}
+#endif
