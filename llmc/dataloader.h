@@ -23,7 +23,7 @@
 #define SHARD_MAGIC_16 20240520   // version 1: uint16 tokens follow
 
 typedef struct {
-    const char* pattern;        // glob of the shards, or of the text files
+    const char* pattern;        // glob of the shards, or of the text files; not copied
     bool text;                  // tokenise text while training; else the pattern names shards
     const Tokenizer* tokenizer; // for text; NULL: the byte tokenizer
     size_t B, T;                // sequences a microbatch on this rank, tokens a sequence
@@ -148,14 +148,15 @@ static inline void shard_check_magic(Shard* s) {
               "or read text with --tokenize inline", s->path, (int)header[0], SHARD_MAGIC_32, SHARD_MAGIC_16);
     }
     if (header[1] != version) {
-        fatal("%s: shard version %d is not known (magic %d has version %d)", s->path, (int)header[1], (int)header[0], version);
+        fatal("%s: shard version %d is not known (magic %d has version %d)", s->path, (int)header[1], (int)header[0],
+              version);
     }
     s->token_bytes = version == 7 ? 4 : 2;
     if (header[2] <= 0) { fatal("%s: its header says that it holds %d tokens", s->path, (int)header[2]); }
     s->num_tokens = (uint64_t)header[2];
     uint64_t body = s->map_size - SHARD_HEADER_INTS * sizeof(int32_t);
     if (body != s->num_tokens * (unsigned)s->token_bytes) {
-        fatal("%s: its header says %llu tokens of %d bytes, but %llu bytes follow; was it cut, or is it still being written?",
+        fatal("%s: its header says %llu tokens of %d bytes, but %llu bytes follow; was it cut, or is it not yet complete?",
               s->path, (unsigned long long)s->num_tokens, s->token_bytes, (unsigned long long)body);
     }
 }
@@ -222,6 +223,7 @@ static inline void document_add(DataLoader* l, size_t* room, const unsigned char
 // anything is left. Returns the stream's new length: a document is its EOT and a token for each byte.
 static inline uint64_t documents_of_file(DataLoader* l, size_t* room, const unsigned char* p, size_t size,
                                          uint64_t num_tokens) {
+    if (size == 0) { return num_tokens; }
     const unsigned char* end = p + size;
     while (p < end) {
         const unsigned char* cut = find_eot_text(p, end);
@@ -263,8 +265,8 @@ static inline void text_open(DataLoader* l, const glob_t* files) {
         unsigned char* map = map_file(files->gl_pathv[i], &size);
         size_t invalid = utf8_first_invalid((const char*)map, size);
         if (invalid < size) {
-            fatal("%s is not UTF-8 text (byte offset %zu); make shards of it with prepro/text.py --encoding ..., and drop "
-                  "--tokenize inline", files->gl_pathv[i], invalid);
+            fatal("%s is not UTF-8 text (byte offset %zu); make shards of it with prepro/text.py --encoding ..., and "
+                  "drop --tokenize inline", files->gl_pathv[i], invalid);
         }
         l->text_maps[i] = map;
         l->text_map_sizes[i] = size;
@@ -321,8 +323,8 @@ static inline void dataloader_check_size(const DataLoader* l) {
         snprintf(advice, sizeof(advice), "at most --batch-size %llu or --seq-len %llu fits", largest_B, largest_T);
     }
     fatal("%s: %llu tokens in %zu file%s are %llu sequences of %zu, but a batch of %zu on %d rank%s needs %llu "
-          "(%llu tokens): %s", l->opt.pattern, tokens, l->num_shards, l->num_shards == 1 ? "" : "s", sequences, l->opt.T,
-          l->opt.B, l->opt.num_ranks, l->opt.num_ranks == 1 ? "" : "s", need, need * l->opt.T + 1, advice);
+          "(%llu tokens): %s", l->opt.pattern, tokens, l->num_shards, l->num_shards == 1 ? "" : "s", sequences,
+          l->opt.T, l->opt.B, l->opt.num_ranks, l->opt.num_ranks == 1 ? "" : "s", need, need * l->opt.T + 1, advice);
 }
 
 // ----------------------------------------------------------------------------
@@ -397,7 +399,8 @@ static inline bool dataloader_fill(DataLoader* l, BatchBuffer* buf, uint64_t pos
     for (size_t b = 0; b < B; b++) {
         uint64_t sequence = dataloader_sequence_at(l, position + (uint64_t)l->opt.rank * B + b);
         size_t row = b * T;
-        if (!dataloader_fill_row(l, sequence, buf->tokens + row, buf->targets + row, buf->doc_start + row)) { return false; }
+        bool ok = dataloader_fill_row(l, sequence, buf->tokens + row, buf->targets + row, buf->doc_start + row);
+        if (!ok) { return false; }
     }
     buf->next_position = position + (uint64_t)B * (uint64_t)l->opt.num_ranks;
     return true;

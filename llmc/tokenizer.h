@@ -271,15 +271,16 @@ static inline void tokenizer_bytes_json(FILE* fp) {
     byte_alphabet(chars);
     fputs("{\n \"version\": \"1.0\",\n \"truncation\": null,\n \"padding\": null,\n \"added_tokens\": [\n"
           "  {\"id\": 256, \"content\": \"" TOKENIZER_EOT "\", \"single_word\": false, "
-          "\"lstrip\": false, \"rstrip\": false, \"normalized\": false, \"special\": true}\n ],\n \"normalizer\": null,\n"
+          "\"lstrip\": false, \"rstrip\": false, \"normalized\": false, \"special\": true}\n ],\n"
+          " \"normalizer\": null,\n"
           " \"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false, "
           "\"trim_offsets\": true, \"use_regex\": false},\n"
           " \"post_processor\": null,\n"
           " \"decoder\": {\"type\": \"ByteLevel\", \"add_prefix_space\": true, "
           "\"trim_offsets\": true, \"use_regex\": true},\n"
           " \"model\": {\n  \"type\": \"BPE\", \"dropout\": null, \"unk_token\": null, "
-          "\"continuing_subword_prefix\": null, \"end_of_word_suffix\": null,\n  \"fuse_unk\": false, \"byte_fallback\": false, "
-          "\"ignore_merges\": false,\n  \"vocab\": {\n", fp);
+          "\"continuing_subword_prefix\": null, \"end_of_word_suffix\": null,\n"
+          "  \"fuse_unk\": false, \"byte_fallback\": false, \"ignore_merges\": false,\n  \"vocab\": {\n", fp);
     for (int b = 0; b < 256; b++) { fprintf(fp, "   \"\\u%04x\": %d%s\n", (unsigned)chars[b], b, b < 255 ? "," : ""); }
     fputs("  },\n  \"merges\": []\n }\n}\n", fp);
 }

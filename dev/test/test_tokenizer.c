@@ -1,4 +1,4 @@
-// tokenizer.h: the byte tokenizer, byte-level tokenizer.json files of any origin, UTF-8 streams that a terminal survives.
+// tokenizer.h: the byte tokenizer, tokenizer.json files of any byte-level origin, UTF-8 that a terminal survives.
 // What Python's errors="replace" writes was taken from Python and stands here as literals.
 #include "testing.h"
 
