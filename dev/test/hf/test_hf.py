@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 GOLDENS = os.path.join(ROOT, "dev", "test", "goldens")
+V5 = int(transformers.__version__.split(".")[0]) >= 5
 LOGITS = 2e-5  # largest difference over largest logit, fp32 (goldens/README.md)
 STORY = "Once upon a time there was a small gray cat. It liked to sit on the warm wall and look at the sea.\n"
 
@@ -60,7 +61,10 @@ class Lab:
 
 def open_folder(folder):
     """The model in fp32 with nothing missing, left over or of another shape."""
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    if V5:  # their default, grouped_mm, runs only where each row is a multiple of 16 bytes
+        options["experts_implementation"] = "eager"
+    model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         assert not info.get(what), f"{folder}: {what}: {info[what]}"
     return model.eval()
@@ -136,6 +140,8 @@ def every_kind_of_model_goes_out_and_back(lab):
         lab.run("--init", folder, "--batch", os.path.join(folder, "golden.safetensors"), "--steps", 1, "--out", out)
         d, model = same_logits(lab, os.path.join(out, "step_00000001"))
         worst = max(worst, d)
+        if not V5:  # 4.x does not read the golden's own config.json: it knows no num_local_experts, no rope_parameters
+            continue
         was, now = (transformers.AutoConfig.from_pretrained(x).to_dict() for x in (folder, model.name_or_path))
         for key in ("transformers_version", "_name_or_path", "architectures"):
             was.pop(key, None), now.pop(key, None)
@@ -151,6 +157,8 @@ def what_transformers_saves_again_we_read(lab):
     batch, dump = lab.random_batch(257), lab.path("dump.safetensors")
     for form, options in (("plain", {}), ("fused", {"save_original_format": False}),
                           ("shards", {"max_shard_size": "99KB"})):
+        if form == "fused" and not V5:
+            continue
         model.save_pretrained(lab.path(form), **options)
         lab.run("--init", lab.path(form), "--batch", batch, "--dump", dump)
         worst = max(worst, distance(load_file(dump)["logits"], hf_logits(model, batch)))
