@@ -35,6 +35,7 @@ static inline void message_line(const char* kind, const char* fmt, va_list args)
     }
     line[n] = '\n';
     fwrite(line, 1, n + 1, stderr);
+    fflush(stderr); // who redirected it may have made it buffered
 }
 
 // Prints "program: error: <message>" and ends the program with exit code 1. The message has no newline.

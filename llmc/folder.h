@@ -69,8 +69,7 @@ static inline bool path_remove(const char* path) {
     return rmdir(path) == 0;
 }
 
-// Returns when the content of the file, or the list of names in the folder, is on the disk. Fatal if it cannot get
-// there.
+// Returns when the file's content, or the folder's list of names, is on the disk. Fatal if it cannot get there.
 static inline void path_sync(const char* path) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) { fatal("cannot open %s: %s", path, strerror(errno)); }
@@ -105,6 +104,19 @@ static inline void file_copy(const char* from, const char* to) {
     fcloseCheck(out, to);
 }
 
+// A new folder is safe when its name is on the disk, in the folder above. (One that cannot be opened is left to luck.)
+static inline void path_sync_parent(const char* path) {
+    char* parent = strdupCheck(path);
+    char* slash = strrchr(parent, '/');
+    if (slash != NULL) { slash[slash == parent ? 1 : 0] = '\0'; }
+    int fd = open(slash != NULL ? parent : ".", O_RDONLY | O_CLOEXEC);
+    if (fd >= 0) {
+        fsync(fd);
+        close(fd);
+    }
+    free(parent);
+}
+
 // Makes the folder and those above it that are missing. Fatal with the reason if it cannot be.
 static inline void folder_make(const char* path) {
     if (path[0] == '\0') { fatal("the name of the output folder is empty"); }
@@ -113,8 +125,10 @@ static inline void folder_make(const char* path) {
         if (*p != '/' && *p != '\0') { continue; }
         char end = *p;
         *p = '\0';
-        if (mkdir(part, 0777) != 0 && errno != EEXIST && !(end == '/' && path_is_folder(part))) {
-            fatal("cannot make the folder %s: %s", part, strerror(errno));
+        if (mkdir(part, 0777) == 0) {
+            path_sync_parent(part);
+        } else if (errno != EEXIST && !(end == '/' && path_is_folder(part))) {
+            fatal("cannot make the folder %.200s%s: %s", part, strlen(part) > 200 ? "..." : "", strerror(errno));
         }
         *p = end;
         if (end == '\0') { break; }

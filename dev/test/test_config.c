@@ -1,4 +1,4 @@
-// test_config.c: config.h against Hugging Face's files, its parameter table against independent counts, and the table of bad configs.
+// test_config.c: config.h against Hugging Face's files, its parameter table against independent counts, bad configs.
 // Run from the repository's root.
 #include "testing.h"
 #include "../../llmc/config.h"
@@ -130,7 +130,8 @@ static void rope_theta_is_found_at_either_place(void) { // known-faults C10
     REFUSED("rope_theta", "\"1e6\"", "rope_theta");
     REFUSED("rope_theta", "-1", "rope_theta");
     REFUSED("rope_theta", "1e999", "rope_theta");
-    REFUSED("rope_parameters", "{\"rope_theta\": 1e6, \"rope_type\": \"yarn\", \"factor\": 4.0}", "rope_parameters.rope_type");
+    REFUSED("rope_parameters", "{\"rope_theta\": 1e6, \"rope_type\": \"yarn\", \"factor\": 4.0}",
+            "rope_parameters.rope_type");
     REFUSED("rope_parameters", "{\"full_attention\": {\"rope_theta\": 1e6}}", "rope_parameters.full_attention");
     REFUSED("rope_scaling", "{\"type\": \"linear\", \"factor\": 2.0}", "rope_scaling.type");
     REFUSED("rope_scaling", "{\"rope_type\": \"default\", \"factor\": 2.0}", "rope_scaling.factor");
@@ -193,7 +194,8 @@ static void harmless_fields_are_accepted(void) {
 
 static void missing_sizes_are_refused_by_name(void) {
     static const char* const names[] = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-                                        "num_key_value_heads", "num_experts", "num_experts_per_tok", "moe_intermediate_size"};
+                                        "num_key_value_heads", "num_experts", "num_experts_per_tok",
+                                        "moe_intermediate_size"};
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) { REFUSED(names[i], NULL, names[i]); }
 }
 
@@ -251,7 +253,8 @@ static void contradictions_are_refused_by_name(void) {
 }
 
 static void broken_files_are_refused_with_their_path(void) {
-    static const char* const texts[] = {"", "{", "[]", "3", "{\"a\": 1} x", "\xff\xfe{}", "{\"vocab_size\": NaN}", "{\"a\": \"\xc3\"}"};
+    static const char* const texts[] = {
+        "", "{", "[]", "3", "{\"a\": 1} x", "\xff\xfe{}", "{\"vocab_size\": NaN}", "{\"a\": \"\xc3\"}"};
     MoEConfig c;
     char err[1200];
     for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++) {
@@ -299,7 +302,8 @@ static void the_table_lies_as_the_trainer_computes(void) {
         for (size_t e = 0; e < E; e++) {
             const ParamTensor* up = param_find(&t, "model.layers.%d.mlp.experts.%zu.up_proj.weight", l, e);
             CHECK(up->offset == g + (2 * e + 1) * F * C && up->expert == (int)e && up->layer == l);
-            CHECK(param_find(&t, "model.layers.%d.mlp.experts.%zu.down_proj.weight", l, e)->offset == g + (2 * E + e) * F * C);
+            CHECK(param_find(&t, "model.layers.%d.mlp.experts.%zu.down_proj.weight", l, e)->offset ==
+                  g + (2 * E + e) * F * C);
         }
     }
     CHECK(dense > 0);
@@ -317,7 +321,7 @@ static void presets_have_the_published_sizes(void) {
     CHECK(t.num_parameters / 1000000 == 580 && t.num_active / 1000000 == 349);
     CHECK(t.num_active == 2 * V * C + C + 12 * (layer + 2 * expert));
     CHECK(t.num_matmul_active == V * C + 12 * (4 * 1024 * C + 16 * C + 2 * expert));
-    // 6 FLOP a matmul parameter and causal half of attention (6 * T * heads * head_dim a layer): 1.582 GFLOP a token at T = 4096
+    // a token at T = 4096: 6 FLOP a matmul parameter and the causal half of attention, 6 * T * heads * head_dim a layer
     double flop = 6.0 * (double)t.num_matmul_active + 12 * 6.0 * 4096 * 1024;
     CHECK_NEAR(flop / 1e9, 1.582, 0.001);
     param_table_free(&t);
@@ -342,7 +346,11 @@ static void a_30b_model_is_counted_in_64_bits(void) { // known-faults N3: the pu
     ParamTable t;
     CHECK(config_preset(&c, "tiny"));
     c.vocab_size = 151936; c.hidden_size = 2048; c.num_hidden_layers = 48; c.num_attention_heads = 32;
-    c.num_key_value_heads = 4; c.head_dim = 128; c.num_experts = 128; c.num_experts_per_tok = 8; c.moe_intermediate_size = 768;
+    c.num_key_value_heads = 4;
+    c.head_dim = 128;
+    c.num_experts = 128;
+    c.num_experts_per_tok = 8;
+    c.moe_intermediate_size = 768;
     param_table_build(&t, &c);
     CHECK(t.num_parameters == (size_t)30532122624u);
     CHECK(t.count == 48 * (9 + 3 * 128) + 3);

@@ -1,4 +1,4 @@
-// test_hf_folder.c: hf_folder_load reads every form of folder transformers writes, bit for bit, and refuses every wrong one by name.
+// test_hf_folder.c: hf_folder_load reads every form of folder that transformers writes, and refuses wrong ones by name.
 // Run from the repository's root.
 #include "testing.h"
 #include "../../llmc/hf_folder.h"
@@ -82,7 +82,7 @@ static void half_precision_folders_are_the_rounded_weights(void) { // known-faul
     for (size_t i = 0; i < reference.table.num_parameters; i++) {
         float w = reference.weights[i];
         CHECK(bf16.weights[i] == bf16_to_f32(f32_to_bf16(w)));
-        CHECK_NEAR(fp16.weights[i], w, fabsf(w) * ldexpf(1, -11) + ldexpf(1, -25)); // half a unit in the last place of 11 bits
+        CHECK_NEAR(fp16.weights[i], w, fabsf(w) * ldexpf(1, -11) + ldexpf(1, -25)); // half a unit of its 11 bits
     }
     model_free(&reference);
     model_free(&bf16);
@@ -205,10 +205,13 @@ static void a_tied_model_accepts_only_an_equal_head(void) { // known-faults C9
 }
 
 static void unexpected_tensors_are_named(void) {
-    static const char* const names[] = {
-        "model.layers.2.input_layernorm.weight", "model.layers.0.self_attn.q_proj.bias", "lm_head.bias", "embed_tokens.weight",
-        "model.layers.0.mlp.experts.4.up_proj.weight", "model.layers.0.mlp.shared_expert.up_proj.weight",
-        "model.layers.0.mlp.gate_proj.weight", "model.layers.7.mlp.experts.down_proj", "model.layers. 0.mlp.experts.down_proj"};
+    static const char* const names[] = {"model.layers.2.input_layernorm.weight", "model.layers.0.self_attn.q_proj.bias",
+                                        "lm_head.bias", "embed_tokens.weight",
+                                        "model.layers.0.mlp.experts.4.up_proj.weight",
+                                        "model.layers.0.mlp.shared_expert.up_proj.weight",
+                                        "model.layers.0.mlp.gate_proj.weight",
+                                        "model.layers.7.mlp.experts.down_proj",
+                                        "model.layers. 0.mlp.experts.down_proj"};
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         Fault f = no_fault();
         f.extra = names[i];
@@ -305,9 +308,11 @@ static void index_refused(const char* tensor, const char* shard, const char* rea
 
 static void an_index_that_lies_is_refused(void) {
     index_refused("lm_head.weight", NULL, "tensor lm_head.weight is not what the index");
-    index_refused("lm_head.weight", "model-00004-of-00004.safetensors", "says that tensor lm_head.weight is in model-00004");
+    index_refused("lm_head.weight", "model-00004-of-00004.safetensors",
+                  "says that tensor lm_head.weight is in model-00004");
     index_refused("lm_head.weight", "model-00009-of-00004.safetensors", "cannot open");
-    index_refused("lm_head.weight", "../sharded/model-00001-of-00004.safetensors", "\"lm_head.weight\" must name a file");
+    index_refused("lm_head.weight", "../sharded/model-00001-of-00004.safetensors",
+                  "\"lm_head.weight\" must name a file");
     index_refused("lm_head.weight", "", "\"lm_head.weight\" must name a file");
     index_refused("model.extra.weight", "model-00001-of-00004.safetensors", "model.extra.weight");
 }

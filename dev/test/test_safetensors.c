@@ -165,14 +165,21 @@ static void open_and_declare(StWriter* w, const char* path, StDtype dtype, size_
     st_writer_declare(w, "a", dtype, 1, &n);
 }
 
+static void open_and_fill(StWriter* w, const char* path, size_t declared, const float* values, size_t n) {
+    open_and_declare(w, path, ST_F32, declared);
+    st_writer_header(w);
+    st_writer_f32(w, values, n);
+}
+
 static void misuse_of_the_writer_is_named(void) {
     char* path = file_path("misuse.safetensors");
     float values[4] = {0};
     size_t n = 4;
     StWriter w;
-    EXPECT_FATAL((open_and_declare(&w, path, ST_F32, 4), st_writer_header(&w), st_writer_f32(&w, values, 3), st_writer_close(&w)), "tensor a");
-    EXPECT_FATAL((open_and_declare(&w, path, ST_F32, 3), st_writer_header(&w), st_writer_f32(&w, values, 4)), "tensor a");
-    EXPECT_FATAL((open_and_declare(&w, path, ST_F32, 4), st_writer_declare(&w, "a", ST_F32, 1, &n), st_writer_header(&w)), "declared twice");
+    EXPECT_FATAL((open_and_fill(&w, path, 4, values, 3), st_writer_close(&w)), "tensor a was not written completely");
+    EXPECT_FATAL(open_and_fill(&w, path, 3, values, 4), "too many for tensor a");
+    EXPECT_FATAL((open_and_declare(&w, path, ST_F32, 4), st_writer_declare(&w, "a", ST_F32, 1, &n),
+                  st_writer_header(&w)), "declared twice");
     EXPECT_FATAL((open_and_declare(&w, path, ST_U8, 3), st_writer_declare(&w, "b", ST_F32, 1, &n)), "aligned");
     EXPECT_FATAL((open_and_declare(&w, path, ST_U8, 4), st_writer_declare(&w, "b\"", ST_F32, 1, &n)), "b\"");
     EXPECT_FATAL(st_writer_open(&w, "/nowhere/x.safetensors"), "/nowhere/x.safetensors");
@@ -227,7 +234,8 @@ static void lying_headers_are_refused(void) {
     REFUSED("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8,8]}}", 8, "data_offsets");
     REFUSED("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0]}}", 8, "data_offsets");
     REFUSED("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[\"0\",8]}}", 8, "data_offsets");
-    REFUSED("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[18446744073709551608,18446744073709551616]}}", 8, "data_offsets");
+    REFUSED("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[18446744073709551608,18446744073709551616]}}", 8,
+            "data_offsets");
     REFUSED("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 7, "cut off");
     REFUSED("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 9, "1 bytes after the last tensor");
     REFUSED("{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[4,12]}}", 12, "4 bytes before tensor \"a\"");
@@ -243,7 +251,8 @@ static void overlaps_gaps_and_duplicates_name_the_tensor(void) {
     REFUSED("{" TENSOR("first", "[0,4]") "," TENSOR("second", "[6,10]") "}", 10, "2 bytes before tensor \"second\"");
     REFUSED("{" TENSOR("twin", "[0,4]") "," TENSOR("twin", "[4,8]") "}", 8, "\"twin\" stands there twice");
     REFUSED("{" TENSOR("twin", "[0,4]") "," TENSOR("tw\\u0069n", "[4,8]") "}", 8, "\"twin\" stands there twice");
-    REFUSED("{\"x\":{\"dtype\":\"U8\",\"dtype\":\"I8\",\"shape\":[4],\"data_offsets\":[0,4]}}", 4, "\"dtype\" stands there twice");
+    REFUSED("{\"x\":{\"dtype\":\"U8\",\"dtype\":\"I8\",\"shape\":[4],\"data_offsets\":[0,4]}}", 4,
+            "\"dtype\" stands there twice");
 #undef TENSOR
 }
 
@@ -367,7 +376,8 @@ static unsigned char* read_all(const char* path, size_t* n) {
 
 // One of: flip bits, cut, extend, overwrite header text with something that bites.
 static size_t damage(unsigned char* bytes, size_t n, size_t header_end, uint64_t* rng) {
-    static const char* const bites[] = {"-1", "1e9", "1.5", "[[[", "null", "\"\"", "999999999999999999999", "}", ":", "\\u0000", "\xc0\xaf"};
+    static const char* const bites[] = {"-1", "1e9", "1.5", "[[[", "null", "\"\"", "999999999999999999999", "}", ":",
+                                        "\\u0000", "\xc0\xaf"};
     uint64_t kind = rng_next(rng) % 4;
     if (kind == 0) {
         for (int i = 0; i < 3; i++) { bytes[rng_next(rng) % header_end] ^= (unsigned char)(1u << rng_next(rng) % 8); }
@@ -401,7 +411,9 @@ static void damaged_files_never_crash_the_reader(void) { // known-faults C5
             opened++;
             for (size_t t = 0; t < st.count; t++) {
                 float value;
-                if (st.tensors[t].dtype == ST_F32 && st.tensors[t].numel > 0) { st_to_f32(&st.tensors[t], st.tensors[t].numel - 1, 1, &value); }
+                if (st.tensors[t].dtype == ST_F32 && st.tensors[t].numel > 0) {
+                    st_to_f32(&st.tensors[t], st.tensors[t].numel - 1, 1, &value);
+                }
             }
             st_close(&st);
         } else {

@@ -75,7 +75,7 @@ static inline bool fatal_child_start(FatalChild* child) {
 
 static inline void fatal_child_check(FatalChild* child, const char* part, const char* what, const char* file,
                                      int line) {
-    char text[4096];
+    char text[16384];
     size_t n = 0;
     ssize_t got;
     while ((got = read(child->err_fd, text + n, sizeof(text) - 1 - n)) > 0) { n += (size_t)got; }
