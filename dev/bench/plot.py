@@ -67,13 +67,15 @@ def is_number(x):
 
 
 def smooth(values, share=0.02):
-    """Exponential average over about `share` of the run, unbiased at its start."""
-    keep = 1 - 1 / max(1.0, share * len(values))
-    total = weight = 0.0
-    result = []
+    """Mean over about `share` of the run around each step; narrower towards both ends, so that a steep start stays steep."""
+    sums = [0.0]
     for value in values:
-        total, weight = keep * total + value, keep * weight + 1
-        result.append(total / weight)
+        sums.append(sums[-1] + value)
+    half, last = max(1, int(share * len(values) / 2)), len(values) - 1
+    result = []
+    for i in range(len(values)):
+        reach = min(half, i, last - i)
+        result.append((sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1))
     return result
 
 
@@ -160,13 +162,12 @@ def draw_loss(plt, runs, floor):
     for run, (_, val) in zip(runs, vals):
         curve = run.series("loss")[1]
         if curve:
-            name = f"{run.label}: " if len(runs) > 1 else ""
-            notes.append(f"{name}{'validation ' if val else 'training '}{(val or smooth(curve))[-1]:.3f}")
+            notes.append(f"{'validation' if val else 'training'} {(val or curve)[-1]:.3f}")
     if not notes:
         return None
-    subtitle = "nats a token" + (", at the end " + ", ".join(notes) if len(runs) < 4 else "")
+    subtitle = "nats a token" + (f"; at the end {notes[0]}" if len(runs) == 1 else "")
     if floor is not None:
-        subtitle += f", floor {floor:g}"
+        subtitle += f"; floor {floor:g}"
     figure, axes = new_figure(plt, "Loss", subtitle)
     lows, highs = [], []
     for i, run in enumerate(runs):
@@ -176,16 +177,18 @@ def draw_loss(plt, runs, floor):
             continue
         smoothed = smooth(y)
         axes.plot(x, y, color=color, alpha=0.22, linewidth=0.8)
-        axes.plot(x, smoothed, color=color, linewidth=2, label=run.label if len(runs) > 1 else "training, smoothed")
+        ends = notes[i] if len(notes) == len(runs) else ""
+        axes.plot(x, smoothed, color=color, linewidth=2,
+                  label=f"{run.label}: {ends}" if len(runs) > 1 else "training, smoothed")
         lows.append(min(smoothed))
         highs.append(max(y[:1] + smoothed))
         if vals[i][0]:
             axes.plot(*vals[i], color=color, linewidth=1, linestyle=(0, (1, 2)), marker="o", markersize=6.5,
-                      markerfacecolor="white", markeredgewidth=1.8, markeredgecolor=color, zorder=4,
-                      label="validation" if i == len(runs) - 1 or len(runs) == 1 else None)
+                      markerfacecolor="white", markeredgewidth=1.8, markeredgecolor=color, zorder=4, clip_on=False,
+                      label="validation" if len(runs) == 1 else None)
             lows.append(min(vals[i][1]))
     if floor is not None:
-        axes.axhline(floor, color=INK, linewidth=1.2, linestyle=(0, (6, 3)), zorder=3, label="floor: the text's own entropy")
+        axes.axhline(floor, color=INK, linewidth=1.2, linestyle=(0, (6, 3)), zorder=3, label="floor")
         lows.append(floor)
     low, high = min(lows), max(highs)
     room = 0.06 * (high - low) or 0.1
@@ -234,15 +237,14 @@ def draw_phases_of_one(plt, run):
     names = [name for name in phase_order(means) if means[name] > 0]
     if not columns or not names:
         return None
-    if len(columns) == 1:
-        columns.append((run.tokens[-1] + 1, columns[0][1]))
+    columns.append((max(run.tokens[-1], columns[-1][0] + 1), columns[-1][1]))  # the right edge of the last column
     total = sum(means.values())
     figure, axes = new_figure(plt, "Where the time goes", f"share of a step by phase; a step takes {total:.4g} ms on average", 5)
     figure.subplots_adjust(right=0.76)
     x = [tokens for tokens, _ in columns]
     shares = [[100 * ms.get(name, 0.0) / sum(ms.values()) for _, ms in columns] for name in names]
     colors = [PHASE_COLORS.get(name, "#d4d4d4") for name in names]
-    axes.stackplot(x, shares, colors=colors, linewidth=0.4, edgecolor="white")
+    axes.stackplot(x, shares, colors=colors, linewidth=0, step="post")
     axes.set_ylim(0, 100)
     axes.set_xlim(x[0], x[-1])
     axes.xaxis.set_major_formatter(human)
@@ -264,9 +266,9 @@ def draw_phases_of_many(plt, runs):
         return None
     names = [name for name in phase_order({name for _, ms in means for name in ms}) if any(ms.get(name) for _, ms in means)]
     figure, axes = new_figure(plt, "Where the time goes", "milliseconds a step by phase, mean without the first step",
-                              2.1 + 0.55 * len(means))
+                              2.5 + 0.55 * len(means))
     left_space = min(0.3, 0.03 + 0.011 * max(len(run.label) for run, _ in means))
-    figure.subplots_adjust(left=left_space, right=0.76)
+    figure.subplots_adjust(left=left_space, bottom=1.15 / figure.get_figheight())
     longest = max(sum(ms.values()) for _, ms in means)
     for y, (run, ms) in enumerate(means):
         left = 0.0
@@ -282,8 +284,8 @@ def draw_phases_of_many(plt, runs):
     axes.set_xlabel("ms a step", color=INK)
     axes.grid(False, axis="y")
     handles = [plt.Rectangle((0, 0), 1, 1, color=PHASE_COLORS.get(name, "#d4d4d4")) for name in names]
-    figure.legend(handles, names, loc="center left", bbox_to_anchor=(0.78, 0.5), frameon=False, fontsize=9, labelcolor=INK,
-                  handlelength=1.1, handleheight=1.1, labelspacing=0.3, ncols=1 if len(names) < 4 + 2 * len(means) else 2)
+    figure.legend(handles, names, loc="lower center", frameon=False, fontsize=9, labelcolor=INK, handlelength=1.1,
+                  handleheight=1.1, ncols=min(8, len(names)))
     return figure
 
 
@@ -319,7 +321,7 @@ def draw_experts(plt, runs):
     each = max(1.5, min(5.0, 0.8 + 0.22 * layers))
     height = 1.15 + (each + 0.45) * len(found)
     figure, grid = plt.subplots(len(found), 1, figsize=(9, height), squeeze=False)
-    figure.subplots_adjust(left=0.09, right=0.99, top=1 - 0.95 / height, bottom=0.62 / height, hspace=0.45 / each)
+    figure.subplots_adjust(left=0.09, right=0.955, top=1 - 0.95 / height, bottom=0.62 / height, hspace=0.45 / each)
     figure.text(0.02, 1 - 0.33 / height, "Expert load", fontsize=14, fontweight="bold", color=INK)
     figure.text(0.02, 1 - 0.60 / height, "tokens of the busiest expert over the mean, layer by layer; 1 is perfectly even"
                 + dead_note([run for run, _, _ in found]), fontsize=10, color=FAINT)
@@ -342,7 +344,7 @@ def draw_experts(plt, runs):
         if len(runs) > 1:
             axes.set_title(run.label, fontsize=10, color=INK, loc="left")
     grid[-1, 0].set_xlabel("tokens", color=INK)
-    bar = figure.colorbar(mesh, ax=list(grid[:, 0]), pad=0.015, fraction=0.04, aspect=30,
+    bar = figure.colorbar(mesh, ax=list(grid[:, 0]), pad=0.02, fraction=0.03, aspect=8 * len(found) * each / 1.5,
                           extend="max" if values[-1] > top else "neither")
     bar.outline.set_visible(False)
     bar.ax.tick_params(colors=FAINT, labelcolor=INK, labelsize=9)
