@@ -272,22 +272,6 @@ static inline void profiler_phase(Profiler* p, enum Phase phase, int layer) {
     p->layer = layer;
 }
 
-// Until profiler_release all time is counted for `phase`, whatever phases forward names (the timeline shows those):
-// validation is PHASE_EVAL although it runs the same forward.
-static inline void profiler_hold(Profiler* p, enum Phase phase) {
-    if (p == NULL || !p->in_step) { return; }
-    profiler_cut(p);
-    p->held = (int)phase;
-}
-
-static inline void profiler_release(Profiler* p) {
-    if (p == NULL || !p->in_step) { return; }
-    profiler_cut(p);
-    p->held = -1;
-    p->phase = PHASE_OTHER;
-    p->layer = -1;
-}
-
 // A named box around the phases in the timeline: "forward", "microbatch %d". Boxes nest, at most TRACE_MAX_DEPTH deep
 // (deeper ones are not drawn). A box's beginning cuts the phase under way, so that none sticks out of it, and its end
 // ends it: what comes next is PHASE_OTHER until a phase is named.
@@ -313,6 +297,23 @@ static inline void profiler_span_end(Profiler* p) {
     }
     p->phase = PHASE_OTHER;
     p->layer = -1;
+}
+
+// Until profiler_release all time is counted for `phase`, whatever phases forward names: validation is PHASE_EVAL although
+// it runs the same forward. The timeline shows those phases, in a box of this name. Holds do not nest.
+static inline void profiler_hold(Profiler* p, enum Phase phase) {
+    if (p == NULL || !p->in_step) { return; }
+    profiler_span_begin(p, "%s", phase_name((int)phase));
+    profiler_cut(p);
+    p->held = (int)phase;
+    p->phase = PHASE_OTHER;
+    p->layer = -1;
+}
+
+static inline void profiler_release(Profiler* p) {
+    if (p == NULL || !p->in_step) { return; }
+    profiler_span_end(p);
+    p->held = -1;
 }
 
 // ----------------------------------------------------------------------------

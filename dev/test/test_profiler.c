@@ -45,6 +45,25 @@ static int count_named(cJSON* json, const char* name) {
     return n;
 }
 
+// every event lies inside the box that is open when it starts
+static void check_nesting(cJSON* json) {
+    double ends[64];
+    int depth = 0;
+    double last_ts = -1.0;
+    cJSON* event;
+    cJSON_ArrayForEach(event, events_of(json)) {
+        if (strcmp(cJSON_GetObjectItem(event, "ph")->valuestring, "X") != 0) { continue; }
+        double ts = number_of(event, "ts"), end = ts + number_of(event, "dur");
+        const double rounding = 0.002; // three decimals of a microsecond
+        CHECK(ts >= last_ts - rounding && end >= ts);
+        while (depth > 0 && ends[depth - 1] <= ts + rounding) { depth--; }
+        bool inside = depth == 0 || end <= ends[depth - 1] + rounding;
+        test_check(inside, __FILE__, __LINE__, "%s sticks out of its box", name_of(event));
+        if (CHECK(depth < 64)) { ends[depth++] = end; }
+        last_ts = ts;
+    }
+}
+
 // a step of two microbatches through three layers, as a trainer writes it
 static void one_step(int64_t step) {
     profiler_step_begin(&prof, step);
@@ -85,7 +104,7 @@ static void phases_and_other_make_up_the_step(void) {
 }
 
 static void a_held_phase_takes_all_time(void) {
-    profiler_init(&prof, NULL);
+    profiler_init(&prof, trace_path());
     profiler_step_begin(&prof, 1);
     profiler_phase(&prof, PHASE_EXPERTS, 0);
     spin(100);
@@ -101,6 +120,10 @@ static void a_held_phase_takes_all_time(void) {
     CHECK(prof.phase_ms[PHASE_EVAL] >= 0.6);
     CHECK(prof.phase_ms[PHASE_EXPERTS] >= 0.1 && prof.phase_ms[PHASE_OTHER] >= 0.1);
     profiler_close(&prof);
+    cJSON* json = trace_read();
+    CHECK(count_named(json, "eval") == 1 && count_named(json, "attention") == 1); // a box, and what ran in it
+    check_nesting(json);
+    cJSON_Delete(json);
 }
 
 static void no_profiler_and_no_step_do_nothing(void) {
@@ -179,25 +202,6 @@ static void the_table_is_sorted_and_adds_up(void) {
 }
 
 // ----------------------------------------------------------------------------
-
-// every event lies inside the box that is open when it starts
-static void check_nesting(cJSON* json) {
-    double ends[64];
-    int depth = 0;
-    double last_ts = -1.0;
-    cJSON* event;
-    cJSON_ArrayForEach(event, events_of(json)) {
-        if (strcmp(cJSON_GetObjectItem(event, "ph")->valuestring, "X") != 0) { continue; }
-        double ts = number_of(event, "ts"), end = ts + number_of(event, "dur");
-        const double rounding = 0.002; // three decimals of a microsecond
-        CHECK(ts >= last_ts - rounding && end >= ts);
-        while (depth > 0 && ends[depth - 1] <= ts + rounding) { depth--; }
-        bool inside = depth == 0 || end <= ends[depth - 1] + rounding;
-        test_check(inside, __FILE__, __LINE__, "%s sticks out of its box", name_of(event));
-        if (CHECK(depth < 64)) { ends[depth++] = end; }
-        last_ts = ts;
-    }
-}
 
 static void the_trace_is_valid_json_with_nested_boxes(void) {
     profiler_init(&prof, trace_path());
