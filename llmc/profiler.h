@@ -299,8 +299,8 @@ static inline void profiler_span_end(Profiler* p) {
     p->layer = -1;
 }
 
-// Until profiler_release all time is counted for `phase`, whatever phases forward names: validation is PHASE_EVAL although
-// it runs the same forward. The timeline shows those phases, in a box of this name. Holds do not nest.
+// Until profiler_release all time is counted for `phase`, whatever phases forward names: validation is PHASE_EVAL
+// although it runs the same forward. The timeline shows those phases, in a box of this name. Holds do not nest.
 static inline void profiler_hold(Profiler* p, enum Phase phase) {
     if (p == NULL || !p->in_step) { return; }
     profiler_span_begin(p, "%s", phase_name((int)phase));
