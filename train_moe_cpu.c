@@ -192,7 +192,7 @@ void* arena_alloc(size_t bytes) {
 
 enum AttentionKind { ATTENTION_NAIVE, ATTENTION_FLASH };
 enum ExpertsKind { EXPERTS_LOOP, EXPERTS_GROUPED };
-enum { ATTENTION_ROWS = 64, NORM_BLOCKS = 64, LOGIT_ROWS = 1024, NORM_SUM_BLOCK = 4096 };
+enum { ATTENTION_ROWS = 64, NORM_BLOCKS = 64, LOGIT_ROWS = 1024, SUM_BLOCK = 4096 };
 
 int num_threads(void) {
 #ifdef _OPENMP
@@ -1038,17 +1038,23 @@ void cross_entropy_row(real* loss, real* logits, int target, size_t V, real d_lo
         if (want_grad) { memset(logits, 0, V * sizeof(real)); }
         return;
     }
-    real maximum = -INFINITY, sum = 0, target_logit = logits[target];
+    real maximum = -INFINITY, target_logit = logits[target];
     #pragma omp simd reduction(max : maximum)
     for (size_t v = 0; v < V; v++) { maximum = logits[v] > maximum ? logits[v] : maximum; }
-    #pragma omp simd reduction(+ : sum)
-    for (size_t v = 0; v < V; v++) {
-        logits[v] = exp_real(logits[v] - maximum);
-        sum += logits[v];
+    double sum = 0; // of partial sums: 151936 floats added one by one would lose the loss's fifth digit
+    for (size_t begin = 0; begin < V; begin += SUM_BLOCK) {
+        size_t end = begin + SUM_BLOCK < V ? begin + SUM_BLOCK : V;
+        real partial = 0;
+        #pragma omp simd reduction(+ : partial)
+        for (size_t v = begin; v < end; v++) {
+            logits[v] = exp_real(logits[v] - maximum);
+            partial += logits[v];
+        }
+        sum += partial;
     }
-    *loss = log(sum) + maximum - target_logit;
+    *loss = (real)log(sum) + maximum - target_logit;
     if (!want_grad) { return; }
-    real scale = d_loss / sum;
+    real scale = (real)(d_loss / sum);
     #pragma omp simd
     for (size_t v = 0; v < V; v++) { logits[v] *= scale; }
     logits[target] -= d_loss;
@@ -1067,11 +1073,11 @@ void lm_head_forward(real* logits, real* losses, const real* inp, const real* lm
 // grad norm and AdamW (Loshchilov and Hutter 2019)
 
 double grad_norm_forward(const real* grads, double* partials, size_t count) {
-    // global L2 norm; partials holds a double for every NORM_SUM_BLOCK numbers, summed in order: one value for any thread count
-    size_t blocks = (count + NORM_SUM_BLOCK - 1) / NORM_SUM_BLOCK;
+    // global L2 norm; partials holds a double for every SUM_BLOCK numbers, summed in order: one value for any thread count
+    size_t blocks = (count + SUM_BLOCK - 1) / SUM_BLOCK;
     #pragma omp parallel for schedule(static)
     for (size_t b = 0; b < blocks; b++) {
-        size_t begin = b * NORM_SUM_BLOCK, end = begin + NORM_SUM_BLOCK < count ? begin + NORM_SUM_BLOCK : count;
+        size_t begin = b * SUM_BLOCK, end = begin + SUM_BLOCK < count ? begin + SUM_BLOCK : count;
         double sum = 0;
         #pragma omp simd reduction(+ : sum)
         for (size_t i = begin; i < end; i++) { sum += (double)grads[i] * grads[i]; }
@@ -1185,7 +1191,7 @@ MemoryPlan memory_plan(Acts* acts, const MoEConfig* c, const ParamTable* table, 
     p.logits = mem.used - p.activations;
     if (training) { backward_layout(acts, &mem, c, B, T); }
     p.backward = mem.used - p.activations - p.logits;
-    p.other = T * c->head_dim * sizeof(real) + (training ? table->num_parameters / NORM_SUM_BLOCK * sizeof(double) : 0);
+    p.other = T * c->head_dim * sizeof(real) + (training ? table->num_parameters / SUM_BLOCK * sizeof(double) : 0);
     return p;
 }
 
@@ -1213,7 +1219,7 @@ void model_create(Model* model, const MoEConfig* config, Switches switches, size
         model->m = (real*)arena_alloc(table->num_parameters * sizeof(real));
         model->v = (real*)arena_alloc(table->num_parameters * sizeof(real));
         params_point(&model->d_w, model->grads, table, config);
-        model->norm_sums = (double*)callocCheck(table->num_parameters / NORM_SUM_BLOCK + 1, sizeof(double));
+        model->norm_sums = (double*)callocCheck(table->num_parameters / SUM_BLOCK + 1, sizeof(double));
     }
     MemoryPlan plan = memory_plan(&model->acts, config, table, &switches, B, T, training);
     Arena mem = {(char*)arena_alloc(plan.activations + plan.logits + plan.backward), 0};
@@ -1266,10 +1272,10 @@ void tensor_init(real* out, uint64_t seed, const ParamTensor* t) {
 
 void zero_real(real* out, size_t count) {
     // in parallel: as with every array of this size, a thread should meet its pages first
-    size_t chunks = (count + NORM_SUM_BLOCK - 1) / NORM_SUM_BLOCK;
+    size_t chunks = (count + SUM_BLOCK - 1) / SUM_BLOCK;
     #pragma omp parallel for schedule(static)
     for (size_t b = 0; b < chunks; b++) {
-        size_t begin = b * NORM_SUM_BLOCK, n = count - begin < NORM_SUM_BLOCK ? count - begin : (size_t)NORM_SUM_BLOCK;
+        size_t begin = b * SUM_BLOCK, n = count - begin < SUM_BLOCK ? count - begin : (size_t)SUM_BLOCK;
         memset(out + begin, 0, n * sizeof(real));
     }
 }
@@ -1486,9 +1492,13 @@ void model_backward(Model* model, const Microbatch* mb, real beta_weight) {
 Losses model_forward_backward(Model* model, const Microbatch* mb, bool first) {
     // a microbatch: gradients are written by the first of a step, added to by the others
     real beta_weight = first ? 0 : 1;
+    profiler_span_begin(model->profiler, "forward");
     model_forward(model, mb);
+    profiler_span_end(model->profiler);
+    profiler_span_begin(model->profiler, "backward");
     Losses losses = model_loss(model, mb, true, beta_weight, NULL);
     model_backward(model, mb, beta_weight);
+    profiler_span_end(model->profiler);
     return losses;
 }
 
