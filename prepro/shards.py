@@ -49,7 +49,7 @@ class ByteTokenizer:
         return tokens
 
     def write_files(self, folder):
-        """tokenizer.json and tokenizer_config.json, byte for byte what llmc/tokenizer.h writes next to a checkpoint."""
+        """tokenizer.json and tokenizer_config.json, byte for byte what llmc/tokenizer.h writes."""
         vocab = ",\n".join(f'   "\\u{ord(c):04x}": {b}' for b, c in enumerate(byte_alphabet()))
         with open(os.path.join(folder, "tokenizer.json"), "w", newline="\n") as f:
             f.write(TOKENIZER_JSON.replace("VOCAB", vocab))
@@ -58,7 +58,7 @@ class ByteTokenizer:
 
 
 def byte_alphabet():
-    """The character that stands for each byte in byte-level tokenizer files: printable Latin-1 itself, else U+0100 on."""
+    """The character of each byte in byte-level tokenizer files: printable Latin-1 itself, the others U+0100 and on."""
     itself = set(range(33, 127)) | set(range(161, 173)) | set(range(174, 256))
     others = iter(range(256, 512))
     return [chr(b) if b in itself else chr(next(others)) for b in range(256)]
@@ -69,7 +69,8 @@ TOKENIZER_JSON = """{
  "truncation": null,
  "padding": null,
  "added_tokens": [
-  {"id": 256, "content": "<|endoftext|>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true}
+  {"id": 256, "content": "<|endoftext|>", "single_word": false, "lstrip": false, "rstrip": false, \
+"normalized": false, "special": true}
  ],
  "normalizer": null,
  "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
@@ -90,7 +91,8 @@ TOKENIZER_CONFIG_JSON = """{
  "tokenizer_class": "PreTrainedTokenizerFast",
  "bos_token": "<|endoftext|>",
  "eos_token": "<|endoftext|>",
- "clean_up_tokenization_spaces": false
+ "clean_up_tokenization_spaces": false,
+ "model_input_names": ["input_ids", "attention_mask"]
 }
 """
 
@@ -100,7 +102,7 @@ TOKENIZER_CONFIG_JSON = """{
 
 
 class OutputFolder:
-    """Writes shards, tokenizer files and manifest.json to a hidden folder inside `path` and moves them out when all are whole.
+    """Writes shards, tokenizer files and manifest.json to a hidden folder in `path`, moves them out when all are whole.
 
         with OutputFolder(path, overwrite) as out:
             train = out.split("train", tokenizer, shard_tokens)
@@ -134,7 +136,7 @@ class OutputFolder:
         try:
             old = self._ours()
             if old and not self.overwrite:
-                raise Error(f"{self.path} already holds {old[0]}; take another --out, or --overwrite to replace what is there")
+                raise Error(f"{self.path} already holds {old[0]}; take another --out, or --overwrite to replace it")
             shutil.rmtree(self.partial, ignore_errors=True)  # left by a run that was killed
             os.mkdir(self.partial)
         except BaseException:
@@ -262,7 +264,8 @@ def read_split(folder, name):
 
 def add_output_options(parser):
     parser.add_argument("--overwrite", action="store_true", help="replace shards that are already there")
-    parser.add_argument("--shard-tokens", type=int, default=10**8, metavar="N", help="tokens a shard at most (default 10^8)")
+    parser.add_argument("--shard-tokens", type=int, default=10**8, metavar="N",
+                        help="tokens a shard at most (default 10^8)")
 
 
 def check_shard_tokens(n):

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Children's stories from a small grammar, as training data whose perfect loss is known exactly.
 
-    python3 prepro/stories.py --out data/stories --documents 10000 --seed 1   train and val shards, tokenizer, manifest
     python3 prepro/stories.py --show 3                                        look at some
-    python3 prepro/stories.py --parse samples.txt                             how many sentences are in the grammar?
-    python3 prepro/stories.py --floor data/stories                            the loss no model can beat on its val shards
+    python3 prepro/stories.py --out data/stories --documents 10000 --seed 1   train and val shards, tokenizer, manifest
+    python3 prepro/stories.py --floor data/stories                            the loss that no model beats on its val shards
+    python3 prepro/stories.py --parse samples.txt                             how many sentences are of the grammar?
 
 A story is a walk through STORY: at each node one edge is drawn (a sentence and the next node), then the sentence's slots
 are filled. A slot is drawn uniformly the first time; after that it is remembered: the hero keeps her name and gets her
