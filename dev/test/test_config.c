@@ -269,6 +269,16 @@ static void broken_files_are_refused_with_their_path(void) {
     CHECK(!config_read(&c, "/dev/null", err, sizeof(err)));
 }
 
+static void layers_are_dense_by_sparse_step_and_by_list(void) { // (l + 1) % step == 0, as Qwen3MoeDecoderLayer
+    MoEConfig c;
+    ACCEPTED(&c, "decoder_sparse_step", "2");
+    CHECK(!config_layer_is_moe(&c, 0) && config_layer_is_moe(&c, 1) && !config_layer_is_moe(&c, 2));
+    ACCEPTED(&c, "decoder_sparse_step", "3");
+    CHECK(!config_layer_is_moe(&c, 0) && !config_layer_is_moe(&c, 1) && config_layer_is_moe(&c, 2));
+    ACCEPTED(&c, "mlp_only_layers", "[0, 2]");
+    CHECK(!config_layer_is_moe(&c, 0) && config_layer_is_moe(&c, 1) && !config_layer_is_moe(&c, 2));
+}
+
 // ----------------------------------------------------------------------------
 // the parameter table
 
@@ -373,6 +383,7 @@ int main(int argc, char** argv) {
     RUN(wrong_types_and_ranges_are_refused_by_name);
     RUN(contradictions_are_refused_by_name);
     RUN(broken_files_are_refused_with_their_path);
+    RUN(layers_are_dense_by_sparse_step_and_by_list);
     RUN(the_table_lies_as_the_trainer_computes);
     RUN(presets_have_the_published_sizes);
     RUN(a_tied_head_counts_once);

@@ -39,6 +39,7 @@ static inline bool test_near(double a, double b, double tol, const char* what, c
 }
 
 static inline bool test_contains(const char* text, const char* part, const char* file, int line) {
+    if (text == NULL) { text = "(NULL)"; }
     return test_check(strstr(text, part) != NULL, file, line, "\"%s\" does not contain \"%s\"", text, part);
 }
 
