@@ -3,6 +3,8 @@
 #ifndef LLMC_CHECKPOINT_READ_H
 #define LLMC_CHECKPOINT_READ_H
 
+#include "checkpoint.h"
+
 // ----------------------------------------------------------------------------
 // trainer_state.json
 

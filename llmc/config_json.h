@@ -3,6 +3,8 @@
 #ifndef LLMC_CONFIG_JSON_H
 #define LLMC_CONFIG_JSON_H
 
+#include "config.h"
+
 // ----------------------------------------------------------------------------
 // the fields
 

@@ -3,6 +3,8 @@
 #ifndef LLMC_SAFETENSORS_WRITE_H
 #define LLMC_SAFETENSORS_WRITE_H
 
+#include "safetensors.h"
+
 typedef struct { char* name; StDtype dtype; int ndim; size_t shape[ST_MAX_DIMS]; size_t nbytes; } StDeclared;
 
 typedef struct {
