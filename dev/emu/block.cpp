@@ -372,14 +372,14 @@ void note_poll(const void* p, void* pc) {
         t->polls = 0;
     }
     t->polled_pc = pc;
-    if (++t->polls >= 4) poll();
+    if (++t->polls >= 4 || ++t->polls_of_any % 64 == 0) poll();
 }
 
 void atomic_access(const void* p, size_t n, bool write, void* pc) {
     if (!cur) return;
     if ((uintptr_t)p % n) report("misaligned", pc, nullptr, "an atomic of %zu bytes at address %p", n, p);
+    note_poll(p, pc);                                  // before the checker looks: another thread may run in between
     check_atomic(p, n, write, pc);
-    note_poll(p, pc);
 }
 
 void fence(bool device_wide, void*) {
@@ -515,7 +515,7 @@ static void init_threads(Block* b, const Config& c) {
         t.wait_line = 0;
         t.copy_group = 0;
         t.polled = nullptr;
-        t.polls = 0;
+        t.polls = t.polls_of_any = 0;
         t.clock = 1;
         t.fence_clock = 0;
         if (checking) {

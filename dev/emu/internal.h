@@ -62,7 +62,7 @@ struct Thread : ThreadId {
     int copy_group;
     const void* polled;          // the address of the last atomic or volatile access, and how often in a row
     void* polled_pc;
-    int polls;
+    int polls, polls_of_any;
     // checker
     uint32_t clock;              // advances at every fence, __syncwarp and barrier
     uint32_t fence_clock;        // accesses up to here were followed by a device-wide fence
@@ -168,6 +168,12 @@ void check_op_copy(void* dst, const void* src, size_t n);          // initialise
 // Host memory that an unfinished operation still uses.
 void check_host_pending(Op* op, const void* p, size_t n, bool written);
 void check_exit();
+void note_poll(const void* p, void* pc);               // an atomic or volatile access; lets others run when it looks like waiting
+// counters (count.cpp)
+extern bool counting;
+void count_access(const void* pc, const Thread* t, uintptr_t address, size_t n, bool shared, bool write);
+void count_launch_begin(Grid& g);
+void count_launch_end(Grid& g);
 
 // ---------------------------------------------------------------- operations and streams (stream.cpp)
 struct Stream;

@@ -213,7 +213,7 @@ static void on_hang(int, siginfo_t*, void* context) {
     _exit(1);
 }
 
-static void on_fault(int signal, siginfo_t* info, void* context) {
+__attribute__((unused)) static void on_fault(int signal, siginfo_t* info, void* context) {
     static std::atomic<int> entered_before{0};
     if (entered_before++) _exit(1);
     void* pc = nullptr;

@@ -109,9 +109,19 @@ def split_declarators(text):
     return parts + [text[last:]]
 
 
+def without_marks(text):
+    """`text` without the preprocessor's line marks, which macros from system headers leave in mid-declaration."""
+    return re.sub(r"\n#[^\n]*(?=\n)", "\n", text)
+
+
 def on_one_line(text, original):
-    """`text` without newlines, followed by as many as `original` has."""
-    return text.replace("\n", " ") + "\n" * original.count("\n")
+    """`text` without newlines, followed by what brings the line count to where `original` ends."""
+    marks = re.findall(r"\n(#[^\n]*)(?=\n)", original)
+    text = text.replace("\n", " ")
+    if not marks:
+        return text + "\n" * original.count("\n")
+    after = original[original.rindex("\n" + marks[-1] + "\n") + len(marks[-1]) + 1:]
+    return text + "\n" + marks[-1] + "\n" * after.count("\n")
 
 
 class Translator:
@@ -179,7 +189,7 @@ class Translator:
         first = s.index("(", close)
         last = find(s, first + 1, [")"])
         args = s[first + 1:last].replace("__null", "nullptr")
-        label = re.sub(r"\s+", "", name).replace("\\", "").replace('"', "")
+        label = re.sub(r"\s+", "", without_marks(name)).replace("\\", "").replace('"', "")
         line = f'::emu::Launch("{label}", {config}).go([=](auto... emu_a) {{ {name}(emu_a...); }}'
         self.out.append(line + (", " + args if args.strip() else "") + ")")
         self.pos = last + 1
@@ -198,7 +208,7 @@ class Translator:
             self.bounds = header[first + 1:last]
             header = header[:m.start()] + "\n" * header[m.start():last].count("\n") + header[last + 1:]
             m = re.search(r"\b__emu_launch_bounds__\b", header)
-        bound = split_declarators(self.bounds)[0].strip() if self.bounds else "0"
+        bound = split_declarators(without_marks(self.bounds))[0].strip().replace("\n", " ") if self.bounds else "0"
         self.bounds = None
         self.out.append(f"__attribute__(({self.attribute})) " + header + s[stop])
         if s[stop] == "{":
@@ -250,7 +260,7 @@ class Translator:
             is_extern = is_extern or m.group(1) == "extern"
         stop = find(s, end, [";"])
         body = s[end:stop]
-        self.out.append(on_one_line(self.declare(body, file_scope), s[i:stop]))
+        self.out.append(on_one_line(self.declare(without_marks(body), file_scope), s[i:stop]))
         self.pos = stop + 1
         return self.pos
 
