@@ -4,6 +4,7 @@
 #define LLMC_CLI_H
 
 #include "check.h"
+#include "json.h"
 #include <assert.h>
 #include <errno.h>
 #include <math.h>
@@ -145,7 +146,7 @@ static const OptionRow option_table[] = {
         "largest gradient norm; 0: no clipping"},
 
     {"balance", 0, "aux-loss-coef", "X", OPTION_DOUBLE, AT(aux_loss_coef), NULL, "[0,inf)", PROGRAM_BOTH,
-        "load-balancing loss [what the config.json asks for, or 0]"},
+        "load-balancing loss [what config.json asks for; a preset's]"},
     {"balance", 0, "z-loss-coef", "X", OPTION_DOUBLE, AT(z_loss_coef), "0", "[0,inf)", PROGRAM_BOTH,
         "router z-loss"},
 
@@ -743,7 +744,7 @@ static inline cJSON* options_json(const Options* opt) {
         } else if (row->kind == OPTION_DOUBLE) {
             double value;
             memcpy(&value, field, sizeof(value));
-            cJSON_AddNumberToObject(json, row->name, value);
+            json_add_float(json, row->name, value);
         } else if (row->kind == OPTION_SWITCH || row->kind == OPTION_FLAG) {
             bool value;
             memcpy(&value, field, sizeof(value));

@@ -5,7 +5,6 @@
 
 #include "batch_file.h"
 #include "checkpoint.h"
-#include "checkpoint_read.h"
 #include "cli.h"
 #include "config_json.h"
 #include "dataloader.h"
@@ -50,8 +49,10 @@ static inline void run_read_config(Run* run, int num_ranks) {
         fatal("--model %s: there is no such preset; there are %s", opt->model, config_preset_names());
     }
     if (!config_check(&run->config, err, sizeof(err))) { fatal("%s", err); }
-    if (opt->aux_loss_coef < 0) {
-        opt->aux_loss_coef = run->config.output_router_logits ? run->config.router_aux_loss_coef : 0;
+    if (opt->aux_loss_coef < 0) { // where a config.json does not ask for the balance loss it is off, in a preset it is on
+        bool on = path == NULL || run->config.output_router_logits;
+        opt->aux_loss_coef = on ? run->config.router_aux_loss_coef : 0;
+        opt->given[option_find("aux-loss-coef")] = true; // a resumed run keeps it
     }
     if (opt->batch != NULL) {
         size_t B, T;
@@ -127,6 +128,19 @@ static inline void run_seek_data(Run* run) {
     dataloader_seek(&run->train, run->state.data_position);
 }
 
+// Takes --out for this process alone, and makes sure that nothing saved there is in the way of what this run will save.
+static inline void run_open_out(Run* run) {
+    const char* out = run->opt.out;
+    run->out_lock = checkpoint_out_open(out);
+    int64_t newest = checkpoint_newest_step(out);
+    if (newest > run->state.step || (newest >= 0 && run->resume == NULL)) {
+        fatal("--out %s holds checkpoints up to step %lld already, and this run starts at step %lld: go on from there with "
+              "--resume, or choose another folder", out, (long long)newest, (long long)run->state.step);
+    }
+    checkpoint_space_check(out, &run->table, run->opt.program == PROGRAM_CPU ? ST_F32 : ST_BF16,
+                           run->opt.program == PROGRAM_GPU && run->opt.master);
+}
+
 // Everything up to the model. Prints what it found; with --dry-run it stops before data and output are touched.
 static inline void run_open(Run* run, int argc, char** argv, int program, int rank, int num_ranks) {
     Options* opt = &run->opt;
@@ -150,7 +164,7 @@ static inline void run_open(Run* run, int argc, char** argv, int program, int ra
     if (run->samples) {
         run->prompt = prompt_read(opt->prompt, run->has_tokenizer ? &run->tokenizer : NULL, run->eot, &run->config);
     }
-    if (opt->out != NULL && run->trains && rank == 0) { run->out_lock = checkpoint_out_open(opt->out); }
+    if (opt->out != NULL && run->trains && rank == 0) { run_open_out(run); }
 }
 
 static inline void run_close(Run* run) {
