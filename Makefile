@@ -92,8 +92,12 @@ test-long: deps $(PYTHON) all
 test-hf: all
 	@dev/test/hf/run.sh
 
-bench-cpu: all
-	@dev/bench/cpu.sh
+bench-cpu: all $(BUILD)/bench_cpu
+	@$(BUILD)/bench_cpu $(SIZES)
+
+$(BUILD)/bench_cpu: dev/bench/bench_cpu.c train_moe_cpu.c $(HEADERS)
+	@mkdir -p $(BUILD)
+	$(CC) $(CFLAGS) $(C_FLAGS) $(GEMM_FLAGS) $< -o $@ $(GEMM_LIBS) $(LIBS) $(LDFLAGS)
 
 # numpy, safetensors (tests) and matplotlib (plots), apart from the system's Python
 $(PYTHON): dev/requirements.txt

@@ -1,9 +1,9 @@
 /*
 train_moe_cpu.c: a Qwen3-style mixture-of-experts language model, trained on a CPU, in one file of C.
 
-This file is the definition. Every other program here (train_moe.cu, the kernels in dev/cuda) is checked against it, and
-it is checked against Hugging Face's Qwen3MoeForCausalLM (dev/test/goldens). It is also meant to be fast: the matrix
-products go to a BLAS, the rest are plain loops that the compiler vectorises, with one OpenMP pragma an operation.
+This file is the definition: it is checked against Hugging Face's Qwen3MoeForCausalLM (dev/test/goldens), and whatever
+runs on a GPU is to be checked against it. It is also meant to be fast: the matrix products go to a BLAS, the rest are
+plain loops that the compiler vectorises, with one OpenMP pragma an operation.
 It is not a framework: there is no graph and no autograd. Forward is written down, and backward beside it, by hand.
 
 Letters.  B T     batch, sequence length; N = B*T tokens, token n is position n%T of row n/T
@@ -12,7 +12,7 @@ Letters.  B T     batch, sequence length; N = B*T tokens, token n is position n%
           E K F   experts, experts per token, expert hidden size;  R = N*K rows after routing
           A slot is a pair (n,k); a row is the place of a slot in the buffers that are sorted by expert.
 
-Gradients. d_x is the gradient of the loss with respect to x. An op says for each of its outputs whether it writes (=) or
+Gradients. d_x is the gradient of the loss with respect to x. An op says for each output whether it writes (=) or
 adds (+=). Weight gradients are written by the first microbatch of a step and added to by the others, so no pass over
 the gradients is spent on zeroing them: `beta` is 0 or 1 with BLAS' meaning, out = new + beta * out.
 
@@ -93,10 +93,13 @@ void params_point(Params* p, real* arena, const ParamTable* table, const MoEConf
         w->q_norm = arena + param_find(table, "model.layers.%d.self_attn.q_norm.weight", l)->offset;
         w->k_norm = arena + param_find(table, "model.layers.%d.self_attn.k_norm.weight", l)->offset;
         w->o_proj = arena + param_find(table, "model.layers.%d.self_attn.o_proj.weight", l)->offset;
-        w->post_attention_layernorm = arena + param_find(table, "model.layers.%d.post_attention_layernorm.weight", l)->offset;
+        w->post_attention_layernorm =
+            arena + param_find(table, "model.layers.%d.post_attention_layernorm.weight", l)->offset;
         bool moe = config_layer_is_moe(config, l);
-        const char* gate = moe ? "model.layers.%d.mlp.experts.0.gate_proj.weight" : "model.layers.%d.mlp.gate_proj.weight";
-        const char* down = moe ? "model.layers.%d.mlp.experts.0.down_proj.weight" : "model.layers.%d.mlp.down_proj.weight";
+        const char* gate =
+            moe ? "model.layers.%d.mlp.experts.0.gate_proj.weight" : "model.layers.%d.mlp.gate_proj.weight";
+        const char* down =
+            moe ? "model.layers.%d.mlp.experts.0.down_proj.weight" : "model.layers.%d.mlp.down_proj.weight";
         w->router = moe ? arena + param_find(table, "model.layers.%d.mlp.gate.weight", l)->offset : NULL;
         w->gate_up_proj = arena + param_find(table, gate, l)->offset;
         w->down_proj = arena + param_find(table, down, l)->offset;
@@ -107,19 +110,19 @@ void params_point(Params* p, real* arena, const ParamTable* table, const MoEConf
 // Tensors: the activations that forward keeps for backward, and backward's own buffers
 
 typedef struct {
-    real* residual_attn;    // (N, C) the residual stream that enters the layer
-    real* attn_norm;        // (N, C) its RMSNorm
-    real* attn_rstd;        // (N)    1 / sqrt(mean(x^2) + eps)
-    real* qkv;              // (N, QKV) projections, before norm and RoPE
-    real* qk_rstd;          // (N, NH+NKV)
-    real* q;                // (B, NH, T, HD) normalised and rotated. Head-major: a head's rows lie close together, and
-    real* k;                // (B, NKV, T, HD) the BLAS calls of attention run a third faster than on (N, QKV) rows
-    real* v;                // (B, NKV, T, HD)
-    real* lse;              // (B, NH, T) log-sum-exp of each row of scores: all that backward needs to redo the softmax
-    real* attn;             // (N, A) attention output, before o_proj
-    real* residual_mlp;     // (N, C) residual stream between attention and MLP
-    real* mlp_norm;         // (N, C)
-    real* mlp_rstd;         // (N)
+    real* residual_attn; // (N, C) the residual stream that enters the layer
+    real* attn_norm;     // (N, C) its RMSNorm
+    real* attn_rstd;     // (N)    1 / sqrt(mean(x^2) + eps)
+    real* qkv;           // (N, QKV) projections, before norm and RoPE
+    real* qk_rstd;       // (N, NH+NKV)
+    real* q;             // (B, NH, T, HD) normalised and rotated. Head-major: a head's rows lie close together, and
+    real* k;             // (B, NKV, T, HD) the BLAS calls of attention run a third faster than on (N, QKV) rows
+    real* v;             // (B, NKV, T, HD)
+    real* lse;           // (B, NH, T) log-sum-exp of each row of scores: all that backward needs to redo the softmax
+    real* attn;          // (N, A) attention output, before o_proj
+    real* residual_mlp;  // (N, C) residual stream between attention and MLP
+    real* mlp_norm;      // (N, C)
+    real* mlp_rstd;      // (N)
     // MoE layers only
     real* router_logits;    // (N, E)
     real* router_probs;     // (N, E) softmax over all experts
@@ -134,20 +137,20 @@ typedef struct {
     real* expert_in;        // (R, C) mlp_norm's rows sorted by expert
     real* expert_out;       // (R, C)
     // dense layers have F = intermediate_size and R = N
-    real* gate_up;          // (R, 2F)
-    real* expert_act;       // (R, F) silu(gate) * up
+    real* gate_up;    // (R, 2F)
+    real* expert_act; // (R, F) silu(gate) * up
 } LayerActs;
 
 typedef struct {
-    LayerActs* layers;      // L of them
-    real* branch;           // (N, C) what the current half-layer adds to the residual stream
-    real* residual_final;   // (N, C)
-    real* final_norm;       // (N, C)
-    real* final_rstd;       // (N)
-    real* losses;           // (N) cross-entropy of each token, 0 where the target is ignored
-    real* logits;           // (logit_rows, V) one chunk of rows; becomes d_logits in place
+    LayerActs* layers;    // L of them
+    real* branch;         // (N, C) what the current half-layer adds to the residual stream
+    real* residual_final; // (N, C)
+    real* final_norm;     // (N, C)
+    real* final_rstd;     // (N)
+    real* losses;         // (N) cross-entropy of each token, 0 where the target is ignored
+    real* logits;         // (logit_rows, V) one chunk of rows; becomes d_logits in place
     size_t logit_rows;
-    real* attn_scores;      // flash: 2 x (64, T) a thread; naive: 2 x (T, T), one head at a time
+    real* attn_scores; // flash: 2 x (64, T) a thread; naive: 2 x (T, T), one head at a time
     // backward
     real* d_residual;       // (N, C) gradient of the residual stream
     real* d_norm;           // (N, C) gradient of a norm's output
@@ -300,7 +303,10 @@ static inline float exp_poly(float x) {
     // (Cody and Waite), e^f by its Taylor polynomial of degree 7, times 2^n put into the exponent bits
     x = x < -87.0f ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
-    union { float f; uint32_t u; } t, two_n;
+    union {
+        float f;
+        uint32_t u;
+    } t, two_n;
     const float shift = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer, which then lies in the low bits
     t.f = x * 1.44269504f + shift;
     float n = t.f - shift;
@@ -323,9 +329,10 @@ static inline real exp_real(real x) { return sizeof(real) == sizeof(float) ? (re
 // ----------------------------------------------------------------------------
 // matmul: the gateway. All large products of this program pass through gemm.
 
-void gemm_naive(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const real* a, size_t lda,
-                       const real* b, size_t ldb, real beta, real* c, size_t ldc) {
-    // the meaning of gemm: c (M,N) = op(a) (M,K) op(b) (K,N) + beta * c, row-major, ld* is the length of a row in memory
+void gemm_naive(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const real* a, size_t lda, const real* b,
+                size_t ldb, real beta, real* c, size_t ldc) {
+    // the meaning of gemm: c (M,N) = op(a) (M,K) op(b) (K,N) + beta * c, row-major, ld* is the length of a row in
+    // memory
     #pragma omp parallel for
     for (size_t i = 0; i < M; i++) {
         real* c_i = c + i * ldc;
@@ -350,10 +357,10 @@ void gemm_naive(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const 
 }
 
 void gemm(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const real* a, size_t lda, const real* b,
-                 size_t ldb, real beta, real* c, size_t ldc) {
-    // c (M,N) = op(a) (M,K) op(b) (K,N) + beta * c. Called from one thread it uses all of them; called inside a parallel
-    // region it runs on the caller's alone. An expert without tokens gives M = 0 or K = 0: libraries disagree about
-    // what is left in c then, so that is settled here.
+          size_t ldb, real beta, real* c, size_t ldc) {
+    // c (M,N) = op(a) (M,K) op(b) (K,N) + beta * c. Called from one thread it uses all of them; called inside a
+    // parallel region it runs on the caller's alone. An expert without tokens gives M = 0 or K = 0: libraries disagree
+    // about what is left in c then, so that is settled here.
     if (M == 0 || N == 0) { return; }
 #if defined(USE_DNNL)
     if (sizeof(real) == sizeof(float) && K > 0) {
@@ -365,9 +372,11 @@ void gemm(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const real* 
     }
 #elif defined(USE_CBLAS) || defined(USE_ACCELERATE)
     const size_t most = INT_MAX; // CBLAS counts in int
-    if (sizeof(real) == sizeof(float) && K > 0 && M <= most && N <= most && K <= most && lda <= most && ldb <= most && ldc <= most) {
-        cblas_sgemm(CblasRowMajor, trans_a ? CblasTrans : CblasNoTrans, trans_b ? CblasTrans : CblasNoTrans, (int)M, (int)N,
-                    (int)K, 1.0f, (const float*)a, (int)lda, (const float*)b, (int)ldb, (float)beta, (float*)c, (int)ldc);
+    if (sizeof(real) == sizeof(float) && K > 0 && M <= most && N <= most && K <= most && lda <= most && ldb <= most &&
+        ldc <= most) {
+        cblas_sgemm(CblasRowMajor, trans_a ? CblasTrans : CblasNoTrans, trans_b ? CblasTrans : CblasNoTrans, (int)M,
+                    (int)N, (int)K, 1.0f, (const float*)a, (int)lda, (const float*)b, (int)ldb, (float)beta, (float*)c,
+                    (int)ldc);
         return;
     }
 #endif
@@ -392,7 +401,7 @@ void matmul_forward(real* out, const real* inp, const real* weight, size_t N, si
 }
 
 void matmul_backward(real* d_inp, real* d_weight, const real* d_out, const real* inp, const real* weight, size_t N,
-                            size_t C, size_t OC, real beta_inp, real beta_weight) {
+                     size_t C, size_t OC, real beta_inp, real beta_weight) {
     // d_inp (N,C) = d_out (N,OC) weight + beta_inp * d_inp;  d_weight (OC,C) = d_out^T inp + beta_weight * d_weight
     gemm(false, false, N, C, OC, d_out, OC, weight, C, beta_inp, d_inp, C);
     gemm(true, false, OC, C, N, d_out, OC, inp, C, beta_weight, d_weight, C);
@@ -407,9 +416,11 @@ void embedding_forward(real* out, const int* tokens, const real* embed_tokens, s
     for (size_t n = 0; n < N; n++) { memcpy(out + n * C, embed_tokens + (size_t)tokens[n] * C, C * sizeof(real)); }
 }
 
-void embedding_backward(real* d_embed_tokens, const real* d_out, const int* tokens, size_t N, size_t C, size_t V, real beta) {
-    // d_embed_tokens[tokens[n],:] += d_out[n,:], after d_embed_tokens *= beta (0 or 1). A thread owns a range of the vocabulary
-    // and looks at every token, so that no two threads write one row and each row is summed in the order of n.
+void embedding_backward(real* d_embed_tokens, const real* d_out, const int* tokens, size_t N, size_t C, size_t V,
+                        real beta) {
+    // d_embed_tokens[tokens[n],:] += d_out[n,:], after d_embed_tokens *= beta (0 or 1). A thread owns a range of the
+    // vocabulary and looks at every token, so that no two threads write one row and each row is summed in the order of
+    // n.
     #pragma omp parallel
     {
         size_t threads = 1;
@@ -431,8 +442,8 @@ void embedding_backward(real* d_embed_tokens, const real* d_out, const int* toke
 // rmsnorm (Zhang and Sennrich 2019), with the addition to the residual stream that always comes before it
 
 void rmsnorm_forward(real* residual, real* out, real* rstd, const real* inp, const real* branch, const real* weight,
-                            size_t N, size_t C, real eps) {
-    // residual = inp + branch;  rstd[n] = 1 / sqrt(mean over c of residual[n,c]^2 + eps);  out = residual * rstd * weight
+                     size_t N, size_t C, real eps) {
+    // residual = inp + branch; rstd[n] = 1 / sqrt(mean over c of residual[n,c]^2 + eps); out = residual * rstd * weight
     // residual, out, inp, branch are (N,C). branch NULL: residual is inp already, and is not written.
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
@@ -464,9 +475,9 @@ void norm_weight_reduce(real* d_weight, const real* partials, size_t stride, siz
 }
 
 void rmsnorm_backward(real* d_residual, real* d_weight, const real* d_out, const real* residual, const real* weight,
-                             const real* rstd, real* partials, size_t N, size_t C, real beta_residual, real beta_weight) {
-    // with xhat = residual * rstd and g = d_out * weight:
-    // d_residual = rstd * (g - xhat * mean(g * xhat)) + beta_residual * d_residual;  d_weight = sum over n of d_out * xhat + beta ...
+                      const real* rstd, real* partials, size_t N, size_t C, real beta_residual, real beta_weight) {
+    // with xhat = residual * rstd and g = d_out * weight: d_residual = rstd * (g - xhat * mean(g * xhat)) +
+    // beta_residual * d_residual; d_weight = sum over n of d_out * xhat + beta ...
     #pragma omp parallel for
     for (int block = 0; block < NORM_BLOCKS; block++) {
         real* d_w = partials + (size_t)block * C;
@@ -495,9 +506,9 @@ void rmsnorm_backward(real* d_residual, real* d_weight, const real* d_out, const
 // layout from token-major to head-major
 
 void rope_table(real* table, size_t T, int HD, double theta) {
-    // table (T, HD) = cos of HD/2 angles, then sin of HD/2 angles; angle = position * theta^(-2i/HD).
-    // Frequencies and angles are rounded to float on the way, as Hugging Face does: at position 4000 an fp32 angle is off
-    // by 1e-4, and matching the published weights means being off by the same.
+    // table (T, HD) = cos of HD/2 angles, then sin of HD/2 angles; angle = position * theta^(-2i/HD). Frequencies and
+    // angles are rounded to float on the way, as Hugging Face does: at position 4000 an fp32 angle is off by 1e-4, and
+    // matching the published weights means being off by the same.
     for (size_t t = 0; t < T; t++) {
         for (int i = 0; i < HD / 2; i++) {
             float inv_freq = 1.0f / (float)pow(theta, (double)((float)(2 * i) / (float)HD));
@@ -524,11 +535,12 @@ real head_norm_rope(real* out, const real* x, const real* weight, const real* co
     return s;
 }
 
-void qk_norm_rope_forward(real* q, real* k, real* v, real* rstd, const real* qkv, const real* q_norm, const real* k_norm,
-                                 const real* rope, size_t B, size_t T, size_t first, size_t cache, int NH, int NKV, int HD, real eps) {
-    // q (B,NH,T,HD) = rope(norm(q part of qkv)), k the same, v copied; rstd (N,NH+NKV); qkv (N,QKV); rope: see rope_table.
-    // Training has first = 0 and cache = T. While generating, row 0 of qkv is position `first`, and k and v are caches of
-    // `cache` positions a head.
+void qk_norm_rope_forward(real* q, real* k, real* v, real* rstd, const real* qkv, const real* q_norm,
+                          const real* k_norm, const real* rope, size_t B, size_t T, size_t first, size_t cache, int NH,
+                          int NKV, int HD, real eps) {
+    // q (B,NH,T,HD) = rope(norm(q part of qkv)), k the same, v copied; rstd (N,NH+NKV); qkv (N,QKV); rope: see
+    // rope_table. Training has first = 0 and cache = T. While generating, row 0 of qkv is position `first`, and k and v
+    // are caches of `cache` positions a head.
     size_t heads = (size_t)NH + 2 * NKV;
     #pragma omp parallel for
     for (size_t n = 0; n < B * T; n++) {
@@ -548,7 +560,7 @@ void qk_norm_rope_forward(real* q, real* k, real* v, real* rstd, const real* qkv
 }
 
 void head_norm_rope_backward(real* d_x, real* d_weight, const real* d_out, const real* x, const real* weight,
-                                    const real* cos_sin, real s, int HD) {
+                             const real* cos_sin, real s, int HD) {
     // one head of one token: turns d_out back (the inverse rotation), then RMSNorm's backward. d_x =, d_weight +=
     int half = HD / 2;
     const real *cosine = cos_sin, *sine = cos_sin + half;
@@ -567,9 +579,10 @@ void head_norm_rope_backward(real* d_x, real* d_weight, const real* d_out, const
     for (int i = 0; i < HD; i++) { d_x[i] = s * (d_x[i] - x[i] * k); }
 }
 
-void qk_norm_rope_backward(real* d_qkv, real* d_q_norm, real* d_k_norm, const real* d_q, const real* d_k, const real* d_v,
-                                  const real* qkv, const real* rstd, const real* q_norm, const real* k_norm, const real* rope,
-                                  real* partials, size_t B, size_t T, int NH, int NKV, int HD, real beta_weight) {
+void qk_norm_rope_backward(real* d_qkv, real* d_q_norm, real* d_k_norm, const real* d_q, const real* d_k,
+                           const real* d_v, const real* qkv, const real* rstd, const real* q_norm, const real* k_norm,
+                           const real* rope, real* partials, size_t B, size_t T, int NH, int NKV, int HD,
+                           real beta_weight) {
     // d_qkv (N,QKV) =;  d_q_norm, d_k_norm (HD) = sum over tokens and heads + beta_weight * themselves
     size_t heads = (size_t)NH + 2 * NKV, N = B * T;
     #pragma omp parallel for
@@ -583,11 +596,13 @@ void qk_norm_rope_backward(real* d_qkv, real* d_q_norm, real* d_k_norm, const re
             const real* cos_sin = rope + t * HD;
             const real* s = rstd + n * (NH + NKV);
             for (int h = 0; h < NH; h++) {
-                head_norm_rope_backward(d_x + h * HD, d_w, d_q + ((b * NH + h) * T + t) * HD, x + h * HD, q_norm, cos_sin, s[h], HD);
+                head_norm_rope_backward(d_x + h * HD, d_w, d_q + ((b * NH + h) * T + t) * HD, x + h * HD, q_norm,
+                                        cos_sin, s[h], HD);
             }
             for (int h = 0; h < NKV; h++) {
                 size_t in = ((b * NKV + h) * T + t) * HD;
-                head_norm_rope_backward(d_x + (NH + h) * HD, d_w + HD, d_k + in, x + (NH + h) * HD, k_norm, cos_sin, s[NH + h], HD);
+                head_norm_rope_backward(d_x + (NH + h) * HD, d_w + HD, d_k + in, x + (NH + h) * HD, k_norm, cos_sin,
+                                        s[NH + h], HD);
                 memcpy(d_x + (NH + NKV + h) * HD, d_v + in, HD * sizeof(real));
             }
         }
@@ -603,7 +618,8 @@ void qk_norm_rope_backward(real* d_qkv, real* d_q_norm, real* d_k_norm, const re
 // of queries at a time, never touches a tile that is masked as a whole, and keeps only the log-sum-exp of each row.
 
 void softmax_row(real* row, real* lse, size_t first, size_t begin, size_t end, size_t stop, real scale) {
-    // row[j - first] for keys j: softmax(scale * row) over begin <= j < end, 0 elsewhere in first <= j < stop; lse (1) =
+    // row[j - first] for keys j: softmax(scale * row) over begin <= j < end, 0 elsewhere in first <= j < stop; lse (1)
+    // =
     real maximum = -INFINITY, sum = 0;
     row -= first;
     #pragma omp simd reduction(max : maximum)
@@ -621,14 +637,17 @@ void softmax_row(real* row, real* lse, size_t first, size_t begin, size_t end, s
     *lse = maximum * scale + log(sum);
 }
 
-typedef struct { size_t B, T; int NH, NKV, HD; } AttentionShape;
+typedef struct {
+    size_t B, T;
+    int NH, NKV, HD;
+} AttentionShape;
 
 const real* head_rows(const real* x, const AttentionShape* s, int num_heads, size_t b, int h) {
     return x + (b * num_heads + h) * s->T * s->HD; // the (T, HD) rows of one head in a (B, num_heads, T, HD) tensor
 }
 
 void attention_naive_forward(real* out, real* lse, const real* q, const real* k, const real* v, const int* doc_start,
-                                    real* scores, AttentionShape s) {
+                             real* scores, AttentionShape s) {
     // out (N,A) =, lse (B,NH,T) =; q (B,NH,T,HD), k and v (B,NKV,T,HD), doc_start (B,T) or NULL, scores (T,T)
     size_t T = s.T, HD = s.HD, A = (size_t)s.NH * HD;
     real scale = 1 / sqrt((real)HD);
@@ -648,7 +667,7 @@ void attention_naive_forward(real* out, real* lse, const real* q, const real* k,
 }
 
 void attention_flash_forward(real* out, real* lse, const real* q, const real* k, const real* v, const int* doc_start,
-                                    real* scores, AttentionShape s) {
+                             real* scores, AttentionShape s) {
     // the same, 64 query rows [i0,i1) at a time against keys [j0,i1); scores holds (64, T) a thread
     size_t T = s.T, HD = s.HD, A = (size_t)s.NH * HD, blocks = (T + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
     real scale = 1 / sqrt((real)HD);
@@ -660,7 +679,8 @@ void attention_flash_forward(real* out, real* lse, const real* q, const real* k,
         const real* k_h = head_rows(k, &s, s.NKV, b, (int)h / (s.NH / s.NKV));
         const real* v_h = head_rows(v, &s, s.NKV, b, (int)h / (s.NH / s.NKV));
         real* p = scores + (size_t)thread_num() * ATTENTION_ROWS * T;
-        gemm(false, true, i1 - i0, keys, HD, head_rows(q, &s, s.NH, b, (int)h) + i0 * HD, HD, k_h + j0 * HD, HD, 0, p, keys);
+        gemm(false, true, i1 - i0, keys, HD, head_rows(q, &s, s.NH, b, (int)h) + i0 * HD, HD, k_h + j0 * HD, HD, 0, p,
+             keys);
         for (size_t i = i0; i < i1; i++) {
             size_t begin = doc_start ? (size_t)doc_start[b * T + i] : 0;
             softmax_row(p + (i - i0) * keys, lse + (b * s.NH + h) * T + i, j0, begin, i + 1, i1, scale);
@@ -670,7 +690,7 @@ void attention_flash_forward(real* out, real* lse, const real* q, const real* k,
 }
 
 void softmax_row_backward(real* p, real* d_p, const real* d_out, const real* out, real lse, size_t first, size_t begin,
-                                 size_t end, size_t stop, real scale, size_t HD) {
+                          size_t end, size_t stop, real scale, size_t HD) {
     // p: raw scores in, probabilities out; d_p: gradient of the probabilities in, gradient of the raw scores out;
     // d_out, out (HD): this row of attention's output. Keys as in softmax_row.
     real delta = 0; // rowsum(dO * O) = sum over j of P_j dP_j, without a pass over the keys
@@ -691,8 +711,9 @@ void softmax_row_backward(real* p, real* d_p, const real* d_out, const real* out
     for (size_t j = end; j < stop; j++) { p[j] = d_p[j] = 0; }
 }
 
-void attention_naive_backward(real* d_q, real* d_k, real* d_v, const real* d_out, const real* out, const real* lse, const real* q,
-                                     const real* k, const real* v, const int* doc_start, real* scores, AttentionShape s) {
+void attention_naive_backward(real* d_q, real* d_k, real* d_v, const real* d_out, const real* out, const real* lse,
+                              const real* q, const real* k, const real* v, const int* doc_start, real* scores,
+                              AttentionShape s) {
     // d_q, d_k, d_v (=) have the shapes of q, k, v; scores holds P and dP, (T,T) each
     size_t T = s.T, HD = s.HD, A = (size_t)s.NH * HD;
     int group = s.NH / s.NKV;
@@ -706,7 +727,8 @@ void attention_naive_backward(real* d_q, real* d_k, real* d_v, const real* d_out
             #pragma omp parallel for
             for (size_t t = 0; t < T; t++) {
                 size_t begin = doc_start ? (size_t)doc_start[b * T + t] : 0, row = (b * T + t) * A + h * HD;
-                softmax_row_backward(p + t * T, d_p + t * T, d_out + row, out + row, lse[(b * s.NH + h) * T + t], 0, begin, t + 1, T, scale, HD);
+                softmax_row_backward(p + t * T, d_p + t * T, d_out + row, out + row, lse[(b * s.NH + h) * T + t], 0,
+                                     begin, t + 1, T, scale, HD);
             }
             real beta = h % group == 0 ? 0 : 1; // the heads of a group add up in their key/value head
             gemm(true, false, T, HD, T, p, T, d_out_h, A, beta, (real*)head_rows(d_v, &s, s.NKV, b, h / group), HD);
@@ -716,8 +738,9 @@ void attention_naive_backward(real* d_q, real* d_k, real* d_v, const real* d_out
     }
 }
 
-void attention_flash_backward(real* d_q, real* d_k, real* d_v, const real* d_out, const real* out, const real* lse, const real* q,
-                                     const real* k, const real* v, const int* doc_start, real* scores, AttentionShape s) {
+void attention_flash_backward(real* d_q, real* d_k, real* d_v, const real* d_out, const real* out, const real* lse,
+                              const real* q, const real* k, const real* v, const int* doc_start, real* scores,
+                              AttentionShape s) {
     // the same, 64 query rows at a time; one task owns a key/value head and with it all sums into d_k and d_v
     size_t T = s.T, HD = s.HD, A = (size_t)s.NH * HD;
     int group = s.NH / s.NKV;
@@ -742,8 +765,10 @@ void attention_flash_backward(real* d_q, real* d_k, real* d_v, const real* d_out
                 gemm(false, true, rows, keys, HD, q_h + i0 * HD, HD, k_h + j0 * HD, HD, 0, p, keys);
                 gemm(false, true, rows, keys, HD, d_out_i, A, v_h + j0 * HD, HD, 0, d_p, keys);
                 for (size_t i = i0; i < i1; i++) {
-                    size_t begin = doc_start ? (size_t)doc_start[b * T + i] : 0, row = (b * T + i) * A + h * HD, at = (i - i0) * keys;
-                    softmax_row_backward(p + at, d_p + at, d_out + row, out + row, lse[(b * s.NH + h) * T + i], j0, begin, i + 1, i1, scale, HD);
+                    size_t begin = doc_start ? (size_t)doc_start[b * T + i] : 0, row = (b * T + i) * A + h * HD,
+                           at = (i - i0) * keys;
+                    softmax_row_backward(p + at, d_p + at, d_out + row, out + row, lse[(b * s.NH + h) * T + i], j0,
+                                         begin, i + 1, i1, scale, HD);
                 }
                 gemm(true, false, keys, HD, rows, p, keys, d_out_i, A, 1, d_v_h + j0 * HD, HD);
                 gemm(true, false, keys, HD, rows, d_p, keys, q_h + i0 * HD, HD, 1, d_k_h + j0 * HD, HD);
@@ -753,14 +778,17 @@ void attention_flash_backward(real* d_q, real* d_k, real* d_v, const real* d_out
     }
 }
 
-void attention_decode(real* out, const real* q, const real* k, const real* v, real* scores, size_t position, AttentionShape s) {
+void attention_decode(real* out, const real* q, const real* k, const real* v, real* scores, size_t position,
+                      AttentionShape s) {
     // one new token at `position` against the cache: out (A) =, q (A), k and v (NKV,T,HD) with rows 0..position filled
     int group = s.NH / s.NKV;
     real scale = 1 / sqrt((real)s.HD), lse;
     for (int h = 0; h < s.NH; h++) {
-        gemm(false, true, 1, position + 1, s.HD, q + h * s.HD, s.HD, head_rows(k, &s, s.NKV, 0, h / group), s.HD, 0, scores, position + 1);
+        gemm(false, true, 1, position + 1, s.HD, q + h * s.HD, s.HD, head_rows(k, &s, s.NKV, 0, h / group), s.HD, 0,
+             scores, position + 1);
         softmax_row(scores, &lse, 0, 0, position + 1, position + 1, scale);
-        gemm(false, false, 1, s.HD, position + 1, scores, position + 1, head_rows(v, &s, s.NKV, 0, h / group), s.HD, 0, out + h * s.HD, s.HD);
+        gemm(false, false, 1, s.HD, position + 1, scores, position + 1, head_rows(v, &s, s.NKV, 0, h / group), s.HD, 0,
+             out + h * s.HD, s.HD);
     }
 }
 
@@ -771,7 +799,7 @@ void attention_decode(real* out, const real* q, const real* k, const real* v, re
 // (Zoph et al. 2022), which keeps router logits small.
 
 void router_forward(real* router_logits, real* router_probs, real* router_lse, const real* inp, const real* router,
-                           size_t N, size_t C, int E) {
+                    size_t N, size_t C, int E) {
     // router_logits (N,E) = inp router^T; router_probs (N,E) = softmax; router_lse (N) = log sum exp
     matmul_forward(router_logits, inp, router, N, C, E);
     #pragma omp parallel for
@@ -781,8 +809,8 @@ void router_forward(real* router_logits, real* router_probs, real* router_lse, c
     }
 }
 
-void topk_forward(int* router_indices, real* router_weights, const real* router_probs, const int* forced, size_t N, int E,
-                         int K, bool norm_topk_prob) {
+void topk_forward(int* router_indices, real* router_weights, const real* router_probs, const int* forced, size_t N,
+                  int E, int K, bool norm_topk_prob) {
     // router_indices (N,K) = the K most probable experts, ties to the lower index (or `forced` (N,K) where not NULL);
     // router_weights (N,K) = their probabilities, divided by their sum if norm_topk_prob
     #pragma omp parallel for
@@ -795,7 +823,9 @@ void topk_forward(int* router_indices, real* router_weights, const real* router_
             for (int e = 0; e < E && !forced; e++) {
                 bool taken = false;
                 for (int j = 0; j < k; j++) { taken |= chosen[j] == e; }
-                if (!taken && (best < 0 || probs[e] > probs[best])) { best = e; } // always K different experts, even for NaNs
+                if (!taken && (best < 0 || probs[e] > probs[best])) {
+                    best = e;
+                } // always K different experts, even for NaNs
             }
             chosen[k] = best;
             router_weights[n * K + k] = probs[best];
@@ -811,11 +841,12 @@ typedef struct {
     const double* expert_share;  // (E) f_e of load_balancing_loss
 } RouterLossScale;
 
-void router_backward(real* d_router_logits, const real* d_router_weights, const real* router_probs, const real* router_lse,
-                            const int* router_indices, const real* router_weights, const int* targets, RouterLossScale scale,
-                            size_t N, int E, int K, bool norm_topk_prob) {
-    // d_router_logits (N,E) =, from d_router_weights (N,K) through renormalisation and softmax; the choice of experts has no
-    // gradient. The balance loss acts on all probabilities, the z-loss on the logits of tokens with a counted target.
+void router_backward(real* d_router_logits, const real* d_router_weights, const real* router_probs,
+                     const real* router_lse, const int* router_indices, const real* router_weights, const int* targets,
+                     RouterLossScale scale, size_t N, int E, int K, bool norm_topk_prob) {
+    // d_router_logits (N,E) =, from d_router_weights (N,K) through renormalisation and softmax; the choice of experts
+    // has no gradient. The balance loss acts on all probabilities, the z-loss on the logits of tokens with a counted
+    // target.
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         const real *probs = router_probs + n * E, *d_w = d_router_weights + n * K, *w = router_weights + n * K;
@@ -843,8 +874,8 @@ typedef struct {
     double rows;          // MoE layers * N
 } RouterStats;
 
-void router_stats_add(RouterStats* stats, const real* router_probs, const real* router_lse, const int* tokens_per_expert,
-                             const int* targets, size_t N, int E) {
+void router_stats_add(RouterStats* stats, const real* router_probs, const real* router_lse,
+                      const int* tokens_per_expert, const int* targets, size_t N, int E) {
     for (int e = 0; e < E; e++) { stats->expert_count[e] += tokens_per_expert[e]; }
     for (size_t n = 0; n < N; n++) {
         for (int e = 0; e < E; e++) { stats->prob_sum[e] += router_probs[n * E + e]; }
@@ -854,7 +885,8 @@ void router_stats_add(RouterStats* stats, const real* router_probs, const real* 
 }
 
 double load_balancing_loss(const RouterStats* stats, double* expert_share, int E) {
-    // E * sum over e of f_e P_e, both pooled over all MoE layers; expert_share (E) = f_e (sums to K); perfect balance gives K
+    // E * sum over e of f_e P_e, both pooled over all MoE layers; expert_share (E) = f_e (sums to K); perfect balance
+    // gives K
     double loss = 0;
     for (int e = 0; e < E; e++) {
         expert_share[e] = stats->rows > 0 ? stats->expert_count[e] / stats->rows : 0;
@@ -868,7 +900,7 @@ double load_balancing_loss(const RouterStats* stats, double* expert_share, int E
 // no token is dropped and no expert has a capacity (dropless, MegaBlocks: Gale et al. 2022).
 
 void route_rows(int* tokens_per_expert, int* expert_offsets, int* expert_order, int* row_slot, int* slot_row,
-                       const int* router_indices, size_t N, int E, int K) {
+                const int* router_indices, size_t N, int E, int K) {
     // a counting sort of the slots by expert, stable: an expert's rows keep the order of their tokens
     memset(tokens_per_expert, 0, E * sizeof(int));
     for (size_t slot = 0; slot < N * K; slot++) { tokens_per_expert[router_indices[slot]]++; }
@@ -882,7 +914,9 @@ void route_rows(int* tokens_per_expert, int* expert_offsets, int* expert_order, 
     }
     for (int e = 0; e < E; e++) { // insertion sort, largest first
         int i = e;
-        for (; i > 0 && tokens_per_expert[expert_order[i - 1]] < tokens_per_expert[e]; i--) { expert_order[i] = expert_order[i - 1]; }
+        for (; i > 0 && tokens_per_expert[expert_order[i - 1]] < tokens_per_expert[e]; i--) {
+            expert_order[i] = expert_order[i - 1];
+        }
         expert_order[i] = e;
     }
 }
@@ -895,8 +929,8 @@ void permute_forward(real* expert_in, const real* inp, const int* row_slot, size
     }
 }
 
-void combine_forward(real* out, const real* expert_out, const real* router_weights, const int* slot_row,
-                            size_t N, int K, size_t C) {
+void combine_forward(real* out, const real* expert_out, const real* router_weights, const int* slot_row, size_t N,
+                     int K, size_t C) {
     // the weighted way back: out[n,:] = sum over k of router_weights[n,k] * expert_out[slot_row[n,k],:]
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
@@ -911,8 +945,9 @@ void combine_forward(real* out, const real* expert_out, const real* router_weigh
 }
 
 void combine_backward(real* d_expert_out, real* d_router_weights, const real* d_out, const real* expert_out,
-                             const real* router_weights, const int* row_slot, size_t begin, size_t end, int K, size_t C) {
-    // rows begin..end: d_expert_out[row,:] = weight of its slot * d_out[its token,:]; d_router_weights[slot] = d_out . expert_out
+                      const real* router_weights, const int* row_slot, size_t begin, size_t end, int K, size_t C) {
+    // rows begin..end: d_expert_out[row,:] = weight of its slot * d_out[its token,:]; d_router_weights[slot] = d_out .
+    // expert_out
     #pragma omp parallel for
     for (size_t row = begin; row < end; row++) {
         size_t slot = (size_t)row_slot[row];
@@ -968,7 +1003,7 @@ void swiglu_backward(real* d_gate_up, const real* d_act, const real* gate_up, si
 }
 
 void mlp_forward(real* out, real* act, real* gate_up, const real* inp, const real* gate_up_proj, const real* down_proj,
-                        size_t N, size_t C, size_t F) {
+                 size_t N, size_t C, size_t F) {
     // out (N,C) = swiglu(inp gate_up_proj^T) down_proj^T; gate_up (N,2F) and act (N,F) are kept
     matmul_forward(gate_up, inp, gate_up_proj, N, C, 2 * F);
     swiglu_forward(act, gate_up, N, F);
@@ -976,9 +1011,10 @@ void mlp_forward(real* out, real* act, real* gate_up, const real* inp, const rea
 }
 
 void mlp_backward(real* d_inp, real* d_gate_up_proj, real* d_down_proj, real* d_gate_up, real* d_act, const real* d_out,
-                         const real* inp, const real* act, const real* gate_up, const real* gate_up_proj, const real* down_proj,
-                         size_t N, size_t C, size_t F, real beta_weight) {
-    // d_inp (N,C), d_gate_up (N,2F), d_act (N,F) are written; the weight gradients are added to beta_weight * themselves
+                  const real* inp, const real* act, const real* gate_up, const real* gate_up_proj,
+                  const real* down_proj, size_t N, size_t C, size_t F, real beta_weight) {
+    // d_inp (N,C), d_gate_up (N,2F), d_act (N,F) are written; the weight gradients are added to beta_weight *
+    // themselves
     matmul_backward(d_act, d_down_proj, d_out, act, down_proj, N, F, C, 0, beta_weight);
     swiglu_backward(d_gate_up, d_act, gate_up, N, F);
     matmul_backward(d_inp, d_gate_up_proj, d_gate_up, inp, gate_up_proj, N, C, 2 * F, 0, beta_weight);
@@ -988,14 +1024,15 @@ void expert_forward(LayerActs* a, const LayerParams* w, int e, int K, size_t C, 
     // expert e on its rows: gather, gate and up, SwiGLU, down
     size_t begin = a->expert_offsets[e], end = a->expert_offsets[e + 1];
     permute_forward(a->expert_in, a->mlp_norm, a->row_slot, begin, end, K, C);
-    mlp_forward(a->expert_out + begin * C, a->expert_act + begin * F, a->gate_up + begin * 2 * F, a->expert_in + begin * C,
-                w->gate_up_proj + e * 2 * F * C, w->down_proj + e * C * F, end - begin, C, F);
+    mlp_forward(a->expert_out + begin * C, a->expert_act + begin * F, a->gate_up + begin * 2 * F,
+                a->expert_in + begin * C, w->gate_up_proj + e * 2 * F * C, w->down_proj + e * C * F, end - begin, C, F);
 }
 
-void expert_backward(Acts* acts, LayerParams* d_w, const LayerActs* a, const LayerParams* w, int e, int K, size_t C, size_t F,
-                            real beta_weight) {
+void expert_backward(Acts* acts, LayerParams* d_w, const LayerActs* a, const LayerParams* w, int e, int K, size_t C,
+                     size_t F, real beta_weight) {
     size_t begin = a->expert_offsets[e], end = a->expert_offsets[e + 1];
-    combine_backward(acts->d_expert_out, acts->d_router_weights, acts->d_residual, a->expert_out, a->router_weights, a->row_slot, begin, end, K, C);
+    combine_backward(acts->d_expert_out, acts->d_router_weights, acts->d_residual, a->expert_out, a->router_weights,
+                     a->row_slot, begin, end, K, C);
     mlp_backward(acts->d_expert_in + begin * C, d_w->gate_up_proj + e * 2 * F * C, d_w->down_proj + e * C * F,
                  acts->d_gate_up + begin * 2 * F, acts->d_expert_act + begin * F, acts->d_expert_out + begin * C,
                  a->expert_in + begin * C, a->expert_act + begin * F, a->gate_up + begin * 2 * F,
@@ -1003,10 +1040,11 @@ void expert_backward(Acts* acts, LayerParams* d_w, const LayerActs* a, const Lay
 }
 
 bool experts_in_parallel(const LayerActs* a, int E, enum ExpertsKind kind) {
-    // grouped: an expert a thread, each GEMM on one core, gather and SwiGLU while its rows are in cache. That is the faster
-    // way unless one expert has more than a thread's fair share of the rows; then, and under `loop`, experts go one after
-    // another, each GEMM on all threads.
-    return kind == EXPERTS_GROUPED && (size_t)a->tokens_per_expert[a->expert_order[0]] * num_threads() <= (size_t)a->expert_offsets[E] ;
+    // grouped: an expert a thread, each GEMM on one core, gather and SwiGLU while its rows are in cache. That is the
+    // faster way unless one expert has more than a thread's fair share of the rows; then, and under `loop`, experts go
+    // one after another, each GEMM on all threads.
+    return kind == EXPERTS_GROUPED &&
+           (size_t)a->tokens_per_expert[a->expert_order[0]] * num_threads() <= (size_t)a->expert_offsets[E];
 }
 
 void experts_forward(LayerActs* a, const LayerParams* w, enum ExpertsKind kind, int E, int K, size_t C, size_t F) {
@@ -1018,8 +1056,8 @@ void experts_forward(LayerActs* a, const LayerParams* w, enum ExpertsKind kind, 
     for (int i = 0; i < E; i++) { expert_forward(a, w, a->expert_order[i], K, C, F); }
 }
 
-void experts_backward(Acts* acts, LayerParams* d_w, const LayerActs* a, const LayerParams* w, enum ExpertsKind kind, int E, int K,
-                             size_t C, size_t F, real beta_weight) {
+void experts_backward(Acts* acts, LayerParams* d_w, const LayerActs* a, const LayerParams* w, enum ExpertsKind kind,
+                      int E, int K, size_t C, size_t F, real beta_weight) {
     if (!experts_in_parallel(a, E, kind)) {
         for (int e = 0; e < E; e++) { expert_backward(acts, d_w, a, w, e, K, C, F, beta_weight); }
         return;
@@ -1029,10 +1067,12 @@ void experts_backward(Acts* acts, LayerParams* d_w, const LayerActs* a, const La
 }
 
 // ----------------------------------------------------------------------------
-// lm_head with its loss, in chunks of rows: the (N, V) logits never exist as a whole, and their gradient overwrites them
+// lm_head with its loss, in chunks of rows: the (N, V) logits never exist as a whole, and their gradient overwrites
+// them
 
 void cross_entropy_row(real* loss, real* logits, int target, size_t V, real d_loss, bool want_grad) {
-    // one row: loss (1) = -log softmax(logits)[target], 0 if target < 0; want_grad: logits = d_loss * (softmax - one-hot)
+    // one row: loss (1) = -log softmax(logits)[target], 0 if target < 0; want_grad: logits = d_loss * (softmax -
+    // one-hot)
     if (target < 0) {
         *loss = 0;
         if (want_grad) { memset(logits, 0, V * sizeof(real)); }
@@ -1061,19 +1101,23 @@ void cross_entropy_row(real* loss, real* logits, int target, size_t V, real d_lo
 }
 
 void lm_head_forward(real* logits, real* losses, const real* inp, const real* lm_head, const int* targets, size_t rows,
-                            size_t C, size_t V, real d_loss, bool want_grad, real* logits_copy) {
-    // a chunk: losses (rows) =; logits (rows,V) = d_logits if want_grad; logits_copy (rows,V) = the logits, where not NULL
+                     size_t C, size_t V, real d_loss, bool want_grad, real* logits_copy) {
+    // a chunk: losses (rows) =; logits (rows,V) = d_logits if want_grad; logits_copy (rows,V) = the logits, where not
+    // NULL
     matmul_forward(logits, inp, lm_head, rows, C, V);
     if (logits_copy) { memcpy(logits_copy, logits, rows * V * sizeof(real)); }
     #pragma omp parallel for schedule(static)
-    for (size_t n = 0; n < rows; n++) { cross_entropy_row(losses + n, logits + n * V, targets[n], V, d_loss, want_grad); }
+    for (size_t n = 0; n < rows; n++) {
+        cross_entropy_row(losses + n, logits + n * V, targets[n], V, d_loss, want_grad);
+    }
 }
 
 // ----------------------------------------------------------------------------
 // grad norm and AdamW (Loshchilov and Hutter 2019)
 
 double grad_norm_forward(const real* grads, double* partials, size_t count) {
-    // global L2 norm; partials holds a double for every SUM_BLOCK numbers, summed in order: one value for any thread count
+    // global L2 norm; partials holds a double for every SUM_BLOCK numbers, summed in order: one value for any thread
+    // count
     size_t blocks = (count + SUM_BLOCK - 1) / SUM_BLOCK;
     #pragma omp parallel for schedule(static)
     for (size_t b = 0; b < blocks; b++) {
@@ -1119,7 +1163,8 @@ void adamw_fused(real* params, const real* grads, real* m, real* v, const ParamT
         size_t begin = total * (size_t)thread_num() / threads, end = total * ((size_t)thread_num() + 1) / threads;
         for (size_t i = 0; i < table->count; i++) {
             const ParamTensor* t = &table->tensors[i];
-            size_t from = t->offset > begin ? t->offset : begin, to = t->offset + t->numel < end ? t->offset + t->numel : end;
+            size_t from = t->offset > begin ? t->offset : begin,
+                   to = t->offset + t->numel < end ? t->offset + t->numel : end;
             if (from < to) { adamw_range(params, grads, m, v, from, to, a, t->decays); }
         }
     }
@@ -1166,18 +1211,21 @@ typedef struct {
     real *params, *grads, *m, *v;
     Params w, d_w;
     Acts acts;
-    real* rope;                // (T, HD)
-    double* norm_sums;         // scratch of grad_norm_forward
-    RouterStats stats;         // of the last forward
-    double* expert_share;      // (E) f_e of the last forward
-    double* expert_load;       // (L, E) slots since the start of the step, for the log
-    Profiler* profiler;        // NULL: nobody watches
+    real* rope;           // (T, HD)
+    double* norm_sums;    // scratch of grad_norm_forward
+    RouterStats stats;    // of the last forward
+    double* expert_share; // (E) f_e of the last forward
+    double* expert_load;  // (L, E) slots since the start of the step, for the log
+    Profiler* profiler;   // NULL: nobody watches
 } Model;
 
 // Where the memory goes; --dry-run prints it and model_create allocates just this.
-typedef struct { size_t weights, gradients, moments, activations, logits, backward, other; } MemoryPlan;
+typedef struct {
+    size_t weights, gradients, moments, activations, logits, backward, other;
+} MemoryPlan;
 
-MemoryPlan memory_plan(Acts* acts, const MoEConfig* c, const ParamTable* table, const Switches* s, size_t B, size_t T, bool training) {
+MemoryPlan memory_plan(Acts* acts, const MoEConfig* c, const ParamTable* table, const Switches* s, size_t B, size_t T,
+                       bool training) {
     // bytes a family; acts is laid out at NULL on the way (acts->layers must have room)
     MemoryPlan p;
     memset(&p, 0, sizeof(p));
@@ -1254,7 +1302,8 @@ void model_free(Model* model) {
 }
 
 void tensor_init(real* out, uint64_t seed, const ParamTensor* t) {
-    // norms are 1, matrices normal(0, init_std); a number depends on seed, name and index alone, so any split gives the same
+    // norms are 1, matrices normal(0, init_std); a number depends on seed, name and index alone, so any split gives the
+    // same
     enum { CHUNK = 4096 };
     size_t chunks = (t->numel + CHUNK - 1) / CHUNK;
     #pragma omp parallel for schedule(static)
@@ -1303,7 +1352,9 @@ typedef struct {
     double share;                // this microbatch's share of the step's tokens, for the balance loss
 } Microbatch;
 
-typedef struct { double loss, ce_loss, aux_loss, z_loss; } Losses;
+typedef struct {
+    double loss, ce_loss, aux_loss, z_loss;
+} Losses;
 
 void phase(Model* model, enum Phase p, int layer) {
     // from here on the time belongs to this phase of this layer
@@ -1325,9 +1376,11 @@ void attention_backward(Model* model, LayerActs* a, const int* doc_start, size_t
     Acts* acts = &model->acts;
     AttentionShape shape = {B, T, c->num_attention_heads, c->num_key_value_heads, c->head_dim};
     if (model->switches.attention == ATTENTION_NAIVE) {
-        attention_naive_backward(acts->d_q, acts->d_k, acts->d_v, acts->d_attn, a->attn, a->lse, a->q, a->k, a->v, doc_start, acts->attn_scores, shape);
+        attention_naive_backward(acts->d_q, acts->d_k, acts->d_v, acts->d_attn, a->attn, a->lse, a->q, a->k, a->v,
+                                 doc_start, acts->attn_scores, shape);
     } else {
-        attention_flash_backward(acts->d_q, acts->d_k, acts->d_v, acts->d_attn, a->attn, a->lse, a->q, a->k, a->v, doc_start, acts->attn_scores, shape);
+        attention_flash_backward(acts->d_q, acts->d_k, acts->d_v, acts->d_attn, a->attn, a->lse, a->q, a->k, a->v,
+                                 doc_start, acts->attn_scores, shape);
     }
 }
 
@@ -1347,7 +1400,8 @@ void moe_forward(Model* model, Acts* acts, int l, const int* forced, size_t N) {
     router_forward(a->router_logits, a->router_probs, a->router_lse, a->mlp_norm, w->router, N, C, E);
     topk_forward(a->router_indices, a->router_weights, a->router_probs, forced, N, E, K, c->norm_topk_prob);
     phase(model, PHASE_PERMUTE, l);
-    route_rows(a->tokens_per_expert, a->expert_offsets, a->expert_order, a->row_slot, a->slot_row, a->router_indices, N, E, K);
+    route_rows(a->tokens_per_expert, a->expert_offsets, a->expert_order, a->row_slot, a->slot_row, a->router_indices, N,
+               E, K);
     phase(model, PHASE_EXPERTS, l);
     experts_forward(a, w, model->switches.experts, E, K, C, F);
     phase(model, PHASE_PERMUTE, l);
@@ -1359,7 +1413,8 @@ void model_forward(Model* model, const Microbatch* mb) {
     const MoEConfig* c = &model->config;
     Acts* acts = &model->acts;
     size_t B = model->B, T = model->T, N = B * T, C = c->hidden_size;
-    int L = c->num_hidden_layers, NH = c->num_attention_heads, NKV = c->num_key_value_heads, HD = c->head_dim, E = c->num_experts;
+    int L = c->num_hidden_layers, NH = c->num_attention_heads, NKV = c->num_key_value_heads, HD = c->head_dim,
+        E = c->num_experts;
     size_t A = (size_t)NH * HD, QKV = A + 2 * (size_t)NKV * HD;
     real eps = (real)c->rms_norm_eps;
     memset(model->stats.expert_count, 0, E * sizeof(double));
@@ -1373,17 +1428,20 @@ void model_forward(Model* model, const Microbatch* mb) {
         LayerActs* a = &acts->layers[l];
         const LayerParams* w = &model->w.layers[l];
         phase(model, PHASE_NORMS, l);
-        rmsnorm_forward(a->residual_attn, a->attn_norm, a->attn_rstd, residual, l > 0 ? acts->branch : NULL, w->input_layernorm, N, C, eps);
+        rmsnorm_forward(a->residual_attn, a->attn_norm, a->attn_rstd, residual, l > 0 ? acts->branch : NULL,
+                        w->input_layernorm, N, C, eps);
         phase(model, PHASE_QKV_O, l);
         matmul_forward(a->qkv, a->attn_norm, w->qkv_proj, N, C, QKV);
         phase(model, PHASE_NORMS, l);
-        qk_norm_rope_forward(a->q, a->k, a->v, a->qk_rstd, a->qkv, w->q_norm, w->k_norm, model->rope, B, T, 0, T, NH, NKV, HD, eps);
+        qk_norm_rope_forward(a->q, a->k, a->v, a->qk_rstd, a->qkv, w->q_norm, w->k_norm, model->rope, B, T, 0, T, NH,
+                             NKV, HD, eps);
         phase(model, PHASE_ATTENTION, l);
         attention_forward(model, a, mb->doc_start, B, T);
         phase(model, PHASE_QKV_O, l);
         matmul_forward(acts->branch, a->attn, w->o_proj, N, A, C);
         phase(model, PHASE_NORMS, l);
-        rmsnorm_forward(a->residual_mlp, a->mlp_norm, a->mlp_rstd, a->residual_attn, acts->branch, w->post_attention_layernorm, N, C, eps);
+        rmsnorm_forward(a->residual_mlp, a->mlp_norm, a->mlp_rstd, a->residual_attn, acts->branch,
+                        w->post_attention_layernorm, N, C, eps);
         moe_forward(model, acts, l, mb->forced_indices ? mb->forced_indices[l] : NULL, N);
         if (w->router) {
             phase(model, PHASE_ROUTER, l);
@@ -1392,24 +1450,26 @@ void model_forward(Model* model, const Microbatch* mb) {
         residual = a->residual_mlp;
     }
     phase(model, PHASE_NORMS, -1);
-    rmsnorm_forward(acts->residual_final, acts->final_norm, acts->final_rstd, residual, acts->branch, model->w.norm, N, C, eps);
+    rmsnorm_forward(acts->residual_final, acts->final_norm, acts->final_rstd, residual, acts->branch, model->w.norm, N,
+                    C, eps);
 }
 
 Losses model_loss(Model* model, const Microbatch* mb, bool backward, real beta_weight, real* logits_copy) {
-    // The loss of what model_forward left behind: this microbatch's contribution to the step's. With `backward` it also begins
-    // the backward pass, because a chunk of logits must be used up before the next one: acts.d_norm (N,C) = gradient of
-    // final_norm, d lm_head = ... + beta_weight * itself. logits_copy (N,V) receives the logits where not NULL.
+    // The loss of what model_forward left behind: this microbatch's contribution to the step's. With `backward` it also
+    // begins the backward pass, because a chunk of logits must be used up before the next one: acts.d_norm (N,C) =
+    // gradient of final_norm, d lm_head = ... + beta_weight * itself. logits_copy (N,V) receives the logits where not
+    // NULL.
     const MoEConfig* c = &model->config;
     Acts* acts = &model->acts;
     size_t N = model->B * model->T, C = c->hidden_size, V = c->vocab_size;
     phase(model, PHASE_LM_HEAD, -1);
     for (size_t n = 0; n < N; n += acts->logit_rows) {
         size_t rows = N - n < acts->logit_rows ? N - n : acts->logit_rows;
-        lm_head_forward(acts->logits, acts->losses + n, acts->final_norm + n * C, model->w.lm_head, mb->targets + n, rows, C, V,
-                        (real)(1 / mb->counted), backward, logits_copy ? logits_copy + n * V : NULL);
+        lm_head_forward(acts->logits, acts->losses + n, acts->final_norm + n * C, model->w.lm_head, mb->targets + n,
+                        rows, C, V, (real)(1 / mb->counted), backward, logits_copy ? logits_copy + n * V : NULL);
         if (backward) {
-            matmul_backward(acts->d_norm + n * C, model->d_w.lm_head, acts->logits, acts->final_norm + n * C, model->w.lm_head,
-                            rows, C, V, 0, n == 0 ? beta_weight : 1);
+            matmul_backward(acts->d_norm + n * C, model->d_w.lm_head, acts->logits, acts->final_norm + n * C,
+                            model->w.lm_head, rows, C, V, 0, n == 0 ? beta_weight : 1);
         }
     }
     Losses losses = {0, 0, 0, 0};
@@ -1435,8 +1495,9 @@ void moe_backward(Model* model, int l, const Microbatch* mb, real beta_weight) {
     int E = c->num_experts, K = c->num_experts_per_tok;
     phase(model, PHASE_EXPERTS, l);
     if (!w->router) {
-        mlp_backward(acts->d_norm, d_w->gate_up_proj, d_w->down_proj, acts->d_gate_up, acts->d_expert_act, acts->d_residual, a->mlp_norm,
-                     a->expert_act, a->gate_up, w->gate_up_proj, w->down_proj, N, C, F, beta_weight);
+        mlp_backward(acts->d_norm, d_w->gate_up_proj, d_w->down_proj, acts->d_gate_up, acts->d_expert_act,
+                     acts->d_residual, a->mlp_norm, a->expert_act, a->gate_up, w->gate_up_proj, w->down_proj, N, C, F,
+                     beta_weight);
         return;
     }
     experts_backward(acts, d_w, a, w, model->switches.experts, E, K, C, F, beta_weight);
@@ -1447,41 +1508,43 @@ void moe_backward(Model* model, int l, const Microbatch* mb, real beta_weight) {
     scale.load_balancing_scale = model->switches.aux_loss_coef * mb->share * E / model->stats.rows;
     scale.z_scale = model->switches.z_loss_coef / mb->counted;
     scale.expert_share = model->expert_share;
-    router_backward(acts->d_router_logits, acts->d_router_weights, a->router_probs, a->router_lse, a->router_indices, a->router_weights,
-                    mb->targets, scale, N, E, K, c->norm_topk_prob);
+    router_backward(acts->d_router_logits, acts->d_router_weights, a->router_probs, a->router_lse, a->router_indices,
+                    a->router_weights, mb->targets, scale, N, E, K, c->norm_topk_prob);
     matmul_backward(acts->d_norm, d_w->router, acts->d_router_logits, a->mlp_norm, w->router, N, C, E, 1, beta_weight);
 }
 
 void model_backward(Model* model, const Microbatch* mb, real beta_weight) {
-    // the rest of the backward pass after model_loss(..., backward = true): every weight gradient = ... + beta_weight * itself
+    // the rest of the backward pass after model_loss(..., backward = true): every weight gradient = ... + beta_weight *
+    // itself
     const MoEConfig* c = &model->config;
     Acts* acts = &model->acts;
     size_t B = model->B, T = model->T, N = B * T, C = c->hidden_size, V = c->vocab_size;
     int L = c->num_hidden_layers, NH = c->num_attention_heads, NKV = c->num_key_value_heads, HD = c->head_dim;
     size_t A = (size_t)NH * HD, QKV = A + 2 * (size_t)NKV * HD;
     phase(model, PHASE_NORMS, -1);
-    rmsnorm_backward(acts->d_residual, model->d_w.norm, acts->d_norm, acts->residual_final, model->w.norm, acts->final_rstd,
-                     acts->norm_partials, N, C, 0, beta_weight);
+    rmsnorm_backward(acts->d_residual, model->d_w.norm, acts->d_norm, acts->residual_final, model->w.norm,
+                     acts->final_rstd, acts->norm_partials, N, C, 0, beta_weight);
     for (int l = L - 1; l >= 0; l--) {
         LayerActs* a = &acts->layers[l];
         const LayerParams* w = &model->w.layers[l];
         LayerParams* d_w = &model->d_w.layers[l];
         moe_backward(model, l, mb, beta_weight);
         phase(model, PHASE_NORMS, l);
-        rmsnorm_backward(acts->d_residual, d_w->post_attention_layernorm, acts->d_norm, a->residual_mlp, w->post_attention_layernorm,
-                         a->mlp_rstd, acts->norm_partials, N, C, 1, beta_weight);
+        rmsnorm_backward(acts->d_residual, d_w->post_attention_layernorm, acts->d_norm, a->residual_mlp,
+                         w->post_attention_layernorm, a->mlp_rstd, acts->norm_partials, N, C, 1, beta_weight);
         phase(model, PHASE_QKV_O, l);
         matmul_backward(acts->d_attn, d_w->o_proj, acts->d_residual, a->attn, w->o_proj, N, A, C, 0, beta_weight);
         phase(model, PHASE_ATTENTION, l);
         attention_backward(model, a, mb->doc_start, B, T);
         phase(model, PHASE_NORMS, l);
-        qk_norm_rope_backward(acts->d_qkv, d_w->q_norm, d_w->k_norm, acts->d_q, acts->d_k, acts->d_v, a->qkv, a->qk_rstd, w->q_norm,
-                              w->k_norm, model->rope, acts->norm_partials, B, T, NH, NKV, HD, beta_weight);
+        qk_norm_rope_backward(acts->d_qkv, d_w->q_norm, d_w->k_norm, acts->d_q, acts->d_k, acts->d_v, a->qkv,
+                              a->qk_rstd, w->q_norm, w->k_norm, model->rope, acts->norm_partials, B, T, NH, NKV, HD,
+                              beta_weight);
         phase(model, PHASE_QKV_O, l);
         matmul_backward(acts->d_norm, d_w->qkv_proj, acts->d_qkv, a->attn_norm, w->qkv_proj, N, C, QKV, 0, beta_weight);
         phase(model, PHASE_NORMS, l);
-        rmsnorm_backward(acts->d_residual, d_w->input_layernorm, acts->d_norm, a->residual_attn, w->input_layernorm, a->attn_rstd,
-                         acts->norm_partials, N, C, 1, beta_weight);
+        rmsnorm_backward(acts->d_residual, d_w->input_layernorm, acts->d_norm, a->residual_attn, w->input_layernorm,
+                         a->attn_rstd, acts->norm_partials, N, C, 1, beta_weight);
     }
     phase(model, PHASE_EMBEDDING, -1);
     bool tied = model->d_w.embed_tokens == model->d_w.lm_head; // then model_loss has written the other half already
@@ -1510,7 +1573,8 @@ double model_grad_norm(Model* model) {
 }
 
 void model_update(Model* model, int64_t step, double lr, double grad_norm, const Options* opt) {
-    // one AdamW step; `step` counts from 1. Clipping as torch.nn.utils.clip_grad_norm_: times min(1, clip / (norm + 1e-6))
+    // one AdamW step; `step` counts from 1. Clipping as torch.nn.utils.clip_grad_norm_: times min(1, clip / (norm +
+    // 1e-6))
     phase(model, PHASE_OPTIMIZER, -1);
     AdamW a;
     a.lr = (real)lr;
@@ -1540,11 +1604,11 @@ Losses model_evaluate(Model* model, const Microbatch* mb) {
 // generation: one token at a time, with a cache of keys and values, through the same ops as training
 
 typedef struct {
-    Acts acts;               // of one token
+    Acts acts;                 // of one token
     real **k_cache, **v_cache; // (L) of (NKV, context, HD)
     size_t context, position;  // how many positions there are, how many are filled
-    float* logits;           // (V) of the last token fed
-    void* scratch;           // the sampler's
+    float* logits;             // (V) of the last token fed
+    void* scratch;             // the sampler's
 } Decoder;
 
 void decoder_create(Decoder* d, const Model* model) {
@@ -1581,7 +1645,8 @@ void decoder_free(Decoder* d) {
 }
 
 void decode_token(Model* model, Decoder* d, int token) {
-    // feeds one token at d->position: d->logits (V) are for the one that follows. The same steps as model_forward, N = 1.
+    // feeds one token at d->position: d->logits (V) are for the one that follows. The same steps as model_forward, N =
+    // 1.
     const MoEConfig* c = &model->config;
     Acts* acts = &d->acts;
     size_t C = c->hidden_size, V = c->vocab_size;
@@ -1594,30 +1659,36 @@ void decode_token(Model* model, Decoder* d, int token) {
     for (int l = 0; l < c->num_hidden_layers; l++) {
         LayerActs* a = &acts->layers[l];
         const LayerParams* w = &model->w.layers[l];
-        rmsnorm_forward(a->residual_attn, a->attn_norm, a->attn_rstd, residual, l > 0 ? acts->branch : NULL, w->input_layernorm, 1, C, eps);
+        rmsnorm_forward(a->residual_attn, a->attn_norm, a->attn_rstd, residual, l > 0 ? acts->branch : NULL,
+                        w->input_layernorm, 1, C, eps);
         matmul_forward(a->qkv, a->attn_norm, w->qkv_proj, 1, C, QKV);
-        qk_norm_rope_forward(a->q, d->k_cache[l], d->v_cache[l], a->qk_rstd, a->qkv, w->q_norm, w->k_norm, model->rope, 1, 1, d->position,
-                             d->context, NH, NKV, HD, eps);
+        qk_norm_rope_forward(a->q, d->k_cache[l], d->v_cache[l], a->qk_rstd, a->qkv, w->q_norm, w->k_norm, model->rope,
+                             1, 1, d->position, d->context, NH, NKV, HD, eps);
         attention_decode(a->attn, a->q, d->k_cache[l], d->v_cache[l], acts->attn_scores, d->position, shape);
         matmul_forward(acts->branch, a->attn, w->o_proj, 1, A, C);
-        rmsnorm_forward(a->residual_mlp, a->mlp_norm, a->mlp_rstd, a->residual_attn, acts->branch, w->post_attention_layernorm, 1, C, eps);
+        rmsnorm_forward(a->residual_mlp, a->mlp_norm, a->mlp_rstd, a->residual_attn, acts->branch,
+                        w->post_attention_layernorm, 1, C, eps);
         moe_forward(model, acts, l, NULL, 1);
         residual = a->residual_mlp;
     }
-    rmsnorm_forward(acts->residual_final, acts->final_norm, acts->final_rstd, residual, acts->branch, model->w.norm, 1, C, eps);
+    rmsnorm_forward(acts->residual_final, acts->final_norm, acts->final_rstd, residual, acts->branch, model->w.norm, 1,
+                    C, eps);
     matmul_forward(acts->logits, acts->final_norm, model->w.lm_head, 1, C, V);
     for (size_t v = 0; v < V; v++) { d->logits[v] = (float)acts->logits[v]; }
     d->position++;
 }
 
-void generate(Model* model, Decoder* d, const Prompt* prompt, TextOut* out, const Options* opt, uint64_t rng, int64_t count,
-                     bool one_document) {
+void generate(Model* model, Decoder* d, const Prompt* prompt, TextOut* out, const Options* opt, uint64_t rng,
+              int64_t count, bool one_document) {
     // Samples `count` tokens and prints them as they come, each document after its prompt. A document ends with the
     // end-of-text token or with the context; the next one starts from the prompt again, after an empty line.
     int vocab = model->config.vocab_size;
-    if (out->tokenizer && tokenizer_vocab_size(out->tokenizer) < vocab) { vocab = tokenizer_vocab_size(out->tokenizer); }
+    if (out->tokenizer && tokenizer_vocab_size(out->tokenizer) < vocab) {
+        vocab = tokenizer_vocab_size(out->tokenizer);
+    }
     if (prompt->count >= d->context) {
-        fatal("--prompt has %zu tokens, but the context (--seq-len) is %zu: shorten it or raise --seq-len", prompt->count, d->context);
+        fatal("--prompt has %zu tokens, but the context (--seq-len) is %zu: shorten it or raise --seq-len",
+              prompt->count, d->context);
     }
     bool fresh = true;
     for (int64_t i = 0; i < count; i++) {
@@ -1628,11 +1699,15 @@ void generate(Model* model, Decoder* d, const Prompt* prompt, TextOut* out, cons
                 if (prompt->tokens[j] != prompt->eot) { text_out_token(out, prompt->tokens[j]); }
             }
         }
-        int token = sample_token(d->logits, vocab, (float)opt->temperature, (int)opt->top_k, (float)opt->top_p, &rng, d->scratch);
+        int token = sample_token(d->logits, vocab, (float)opt->temperature, (int)opt->top_k, (float)opt->top_p, &rng,
+                                 d->scratch);
         fresh = token == prompt->eot || d->position == d->context;
         if (token != prompt->eot) { text_out_token(out, token); }
         if (fresh && one_document) { break; }
-        if (fresh && i + 1 < count) { text_out_end(out); fprintf(out->file, "\n"); }
+        if (fresh && i + 1 < count) {
+            text_out_end(out);
+            fprintf(out->file, "\n");
+        }
         if (!fresh) { decode_token(model, d, token); }
     }
     text_out_end(out);
@@ -1664,7 +1739,7 @@ void fetch_numbers(void* ctx, const ParamTensor* t, const char* what, size_t beg
 // the trainer: what main puts together from the options
 
 typedef struct {
-    Run run;          // options, data, tokenizer, checkpoint: llmc/run.h
+    Run run; // options, data, tokenizer, checkpoint: llmc/run.h
     Model model;
     Decoder decoder;  // allocated where something will be sampled
     int64_t step;     // optimizer steps done
@@ -1699,11 +1774,15 @@ void trainer_load(Trainer* t) {
     Model* model = &t->model;
     const Run* run = &t->run;
     const char* folder = run->resume ? run->resume : run->opt.init;
-    if (folder) { hf_folder_load(folder, &run->config, &model->table, store_weight, model); }
-    else { model_init(model, (uint64_t)run->opt.seed); }
+    if (folder) {
+        hf_folder_load(folder, &run->config, &model->table, store_weight, model);
+    } else {
+        model_init(model, (uint64_t)run->opt.seed);
+    }
     if (model->m && !run->resume) { optimizer_init(model); }
     if (model->m && run->resume) {
-        checkpoint_moments_load(run->resume, &model->table, store_m, store_v, run->state.has_master ? store_weight : NULL, model);
+        checkpoint_moments_load(run->resume, &model->table, store_m, store_v,
+                                run->state.has_master ? store_weight : NULL, model);
     }
     t->step = run->state.step;
     t->tokens = run->state.tokens;
@@ -1721,9 +1800,11 @@ void trainer_save(Trainer* t) {
     state.data_tokens = run->has_train ? dataloader_total_tokens(&run->train) : 0;
     state.seed = (uint64_t)run->opt.seed;
     state.options = options_json(&run->opt);
-    const char* tokenizer = run->tokenizer_path ? run->tokenizer_path : run->has_tokenizer ? CHECKPOINT_BYTE_TOKENIZER : NULL;
-    checkpoint_save(run->opt.out, &run->config, &t->model.table, &state, ST_F32, false, fetch_numbers, &t->model, tokenizer,
-                    (int)run->opt.keep);
+    const char* tokenizer = run->tokenizer_path  ? run->tokenizer_path
+                            : run->has_tokenizer ? CHECKPOINT_BYTE_TOKENIZER
+                                                 : NULL;
+    checkpoint_save(run->opt.out, &run->config, &t->model.table, &state, ST_F32, false, fetch_numbers, &t->model,
+                    tokenizer, (int)run->opt.keep);
     trainer_state_free(&state);
     profiler_phase(&t->profiler, PHASE_OTHER, -1);
 }
@@ -1748,7 +1829,8 @@ void trainer_microbatch(Trainer* t, Microbatch* mb) {
         mb->tokens = batch->tokens;
         mb->targets = batch->targets;
         mb->doc_start = t->run.opt.doc_mask ? batch->doc_start : NULL;
-        mb->counted = (double)t->run.opt.batch_size * t->run.opt.seq_len * microbatches; // shards have no ignored targets
+        mb->counted =
+            (double)t->run.opt.batch_size * t->run.opt.seq_len * microbatches; // shards have no ignored targets
     }
     profiler_phase(&t->profiler, PHASE_OTHER, -1);
 }
@@ -1763,8 +1845,8 @@ void expert_load_add(Model* model) {
 }
 
 void expert_load_summary(Model* model, double* max_over_mean, int* dead) {
-    // of each layer: the busiest expert's share of the tokens over the mean, NAN for a dense layer, and how many got none;
-    // the counters start again
+    // of each layer: the busiest expert's share of the tokens over the mean, NAN for a dense layer, and how many got
+    // none; the counters start again
     const MoEConfig* c = &model->config;
     int E = c->num_experts;
     for (int l = 0; l < c->num_hidden_layers; l++) {
@@ -1782,8 +1864,8 @@ void expert_load_summary(Model* model, double* max_over_mean, int* dead) {
 }
 
 void trainer_step(Trainer* t, StepMetrics* metrics) {
-    // one optimizer step: all its microbatches, then norm, clipping, AdamW. A loss or norm that is not finite ends the run
-    // before the update: the weights, and what is saved of them, are still good.
+    // one optimizer step: all its microbatches, then norm, clipping, AdamW. A loss or norm that is not finite ends the
+    // run before the update: the weights, and what is saved of them, are still good.
     Losses sum = {0, 0, 0, 0};
     for (int64_t i = 0; i < t->run.opt.grad_accum; i++) {
         profiler_span_begin(&t->profiler, "microbatch %lld", (long long)i);
@@ -1801,10 +1883,12 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
         logger_clear(&t->logger);
         profiler_close(&t->profiler);
         fatal("step %lld: loss %g, gradient norm %g: not finite, so the run stops before this update%s%s; "
-              "a lower --lr or --grad-clip may help, or look at the data", (long long)t->step + 1, sum.loss, norm,
-              t->run.opt.out ? "; checkpoints are untouched in " : "", t->run.opt.out ? t->run.opt.out : "");
+              "a lower --lr or --grad-clip may help, or look at the data",
+              (long long)t->step + 1, sum.loss, norm, t->run.opt.out ? "; checkpoints are untouched in " : "",
+              t->run.opt.out ? t->run.opt.out : "");
     }
-    double lr = learning_rate(t->run.opt.schedule, t->step, t->run.opt.warmup_steps, t->run.opt.steps, t->run.opt.lr, t->run.opt.min_lr);
+    double lr = learning_rate(t->run.opt.schedule, t->step, t->run.opt.warmup_steps, t->run.opt.steps, t->run.opt.lr,
+                              t->run.opt.min_lr);
     model_update(&t->model, t->step + 1, lr, norm, &t->run.opt);
     t->step++;
     t->tokens += (uint64_t)t->run.opt.tokens_per_step;
@@ -1819,13 +1903,20 @@ double trainer_evaluate(Trainer* t, int64_t* batches) {
     // mean cross-entropy over the first --val-steps batches of --val-data, or over all its whole batches
     profiler_hold(&t->profiler, PHASE_EVAL);
     int64_t all = (int64_t)(dataloader_num_sequences(&t->run.val) / (uint64_t)t->run.opt.batch_size);
-    int64_t count = t->run.opt.val_steps > 0 && t->run.opt.val_steps < all && !(t->run.opt.eval && !options_given(&t->run.opt, "val-steps")) ? t->run.opt.val_steps : all;
+    int64_t count = t->run.opt.val_steps > 0 && t->run.opt.val_steps < all &&
+                            !(t->run.opt.eval && !options_given(&t->run.opt, "val-steps"))
+                        ? t->run.opt.val_steps
+                        : all;
     dataloader_seek(&t->run.val, 0);
     double sum = 0;
     for (int64_t i = 0; i < count; i++) {
         const Batch* batch = dataloader_next(&t->run.val);
-        Microbatch mb = {batch->tokens, batch->targets, t->run.opt.doc_mask ? batch->doc_start : NULL, NULL,
-                         (double)t->run.opt.batch_size * t->run.opt.seq_len, 1};
+        Microbatch mb = {batch->tokens,
+                         batch->targets,
+                         t->run.opt.doc_mask ? batch->doc_start : NULL,
+                         NULL,
+                         (double)t->run.opt.batch_size * t->run.opt.seq_len,
+                         1};
         sum += model_evaluate(&t->model, &mb).ce_loss;
     }
     profiler_release(&t->profiler);
@@ -1861,7 +1952,8 @@ double measure_gemm_peak(void) {
     double start = profiler_clock_us(), best = INFINITY;
     for (int i = 0; i < 8 && (i < 2 || profiler_clock_us() - start < 60e3); i++) {
         double begin = profiler_clock_us();
-        gemm(false, true, SIZE, SIZE, SIZE, memory, SIZE, memory + SIZE * SIZE, SIZE, 0, memory + 2 * SIZE * SIZE, SIZE);
+        gemm(false, true, SIZE, SIZE, SIZE, memory, SIZE, memory + SIZE * SIZE, SIZE, 0, memory + 2 * SIZE * SIZE,
+             SIZE);
         double us = profiler_clock_us() - begin;
         best = us < best ? us : best;
     }
@@ -1870,7 +1962,8 @@ double measure_gemm_peak(void) {
 }
 
 double flops_per_token(const MoEConfig* c, const ParamTable* table, size_t T) {
-    return model_flops_per_token(table->num_matmul_active, c->num_hidden_layers, c->num_attention_heads, c->head_dim, T);
+    return model_flops_per_token(table->num_matmul_active, c->num_hidden_layers, c->num_attention_heads, c->head_dim,
+                                 T);
 }
 
 uint64_t resident_bytes(void) {
@@ -1905,23 +1998,44 @@ void dry_run(const Run* run) {
     MemoryPlan plan = memory_plan(&acts, c, table, &s, B, T, true);
     free(acts.layers);
     double flops = flops_per_token(c, table, T), mib = 1.0 / (1 << 20);
-    printf("parameters   %zu total, %zu active a token, %zu of them in matrix products\n", table->num_parameters, table->num_active, table->num_matmul_active);
-    printf("FLOP         %.4g a token (forward and backward, T = %zu), %.4g a step of %lld tokens, %.4g for all %lld steps\n", flops, T,
-           flops * (double)opt->tokens_per_step, (long long)opt->tokens_per_step, flops * (double)opt->tokens, (long long)opt->steps);
+    printf("parameters   %zu total, %zu active a token, %zu of them in matrix products\n", table->num_parameters,
+           table->num_active, table->num_matmul_active);
+    printf("FLOP         %.4g a token (forward and backward, T = %zu), %.4g a step of %lld tokens, %.4g for all %lld "
+           "steps\n",
+           flops, T, flops * (double)opt->tokens_per_step, (long long)opt->tokens_per_step, flops * (double)opt->tokens,
+           (long long)opt->steps);
     printf("memory       B = %zu, T = %zu, %d threads, MiB\n", B, T, num_threads());
-    const struct { const char* name; size_t bytes; } rows[] = {
-        {"weights", plan.weights}, {"gradients", plan.gradients}, {"AdamW moments", plan.moments}, {"activations", plan.activations},
-        {"logits", plan.logits}, {"backward buffers", plan.backward}, {"other", plan.other}, {"total", memory_plan_total(&plan)}};
-    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) { printf("  %-18s %12.1f\n", rows[i].name, (double)rows[i].bytes * mib); }
-    double memory = opt->memory > 0 ? opt->memory * (1 << 30) : (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    const struct {
+        const char* name;
+        size_t bytes;
+    } rows[] = {{"weights", plan.weights},       {"gradients", plan.gradients},
+                {"AdamW moments", plan.moments}, {"activations", plan.activations},
+                {"logits", plan.logits},         {"backward buffers", plan.backward},
+                {"other", plan.other},           {"total", memory_plan_total(&plan)}};
+    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        printf("  %-18s %12.1f\n", rows[i].name, (double)rows[i].bytes * mib);
+    }
+    double memory =
+        opt->memory > 0 ? opt->memory * (1 << 30) : (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     size_t low = 0, high = 1; // the largest B that fits: double, then halve the interval
-    while (high < (1u << 20) && (double)planned_bytes(c, table, &s, high, T) <= memory) { low = high; high *= 2; }
+    while (high < (1u << 20) && (double)planned_bytes(c, table, &s, high, T) <= memory) {
+        low = high;
+        high *= 2;
+    }
     while (high - low > 1) {
         size_t middle = low + (high - low) / 2;
-        if ((double)planned_bytes(c, table, &s, middle, T) <= memory) { low = middle; } else { high = middle; }
+        if ((double)planned_bytes(c, table, &s, middle, T) <= memory) {
+            low = middle;
+        } else {
+            high = middle;
+        }
     }
-    if (low > 0) { printf("largest batch in %.1f GiB at T = %zu: --batch-size %zu\n", memory / (1 << 30), T, low); }
-    else { printf("not even --batch-size 1 fits into %.1f GiB at T = %zu: try a smaller --seq-len or model\n", memory / (1 << 30), T); }
+    if (low > 0) {
+        printf("largest batch in %.1f GiB at T = %zu: --batch-size %zu\n", memory / (1 << 30), T, low);
+    } else {
+        printf("not even --batch-size 1 fits into %.1f GiB at T = %zu: try a smaller --seq-len or model\n",
+               memory / (1 << 30), T);
+    }
 }
 
 int dump(Trainer* t) {
@@ -1977,7 +2091,8 @@ int dump(Trainer* t) {
     }
     st_writer_close(&out);
     free(logits);
-    printf("loss %.6f | ce_loss %.6f | aux_loss %.6f | grad_norm %.6f -> %s\n", losses.loss, losses.ce_loss, losses.aux_loss, norm, t->run.opt.dump);
+    printf("loss %.6f | ce_loss %.6f | aux_loss %.6f | grad_norm %.6f -> %s\n", losses.loss, losses.ce_loss,
+           losses.aux_loss, norm, t->run.opt.dump);
     return 0;
 }
 
@@ -1988,8 +2103,8 @@ int evaluate(Trainer* t) {
     // --eval
     int64_t batches;
     double loss = trainer_evaluate(t, &batches);
-    printf("validation loss %.6f (perplexity %.4f) over %lld batches of %lld x %lld tokens\n", loss, exp(loss), (long long)batches,
-           (long long)t->run.opt.batch_size, (long long)t->run.opt.seq_len);
+    printf("validation loss %.6f (perplexity %.4f) over %lld batches of %lld x %lld tokens\n", loss, exp(loss),
+           (long long)batches, (long long)t->run.opt.batch_size, (long long)t->run.opt.seq_len);
     return isfinite(loss) ? 0 : 1;
 }
 
@@ -2017,7 +2132,9 @@ int train(Trainer* t) {
         bool last = t->step == opt->steps || interrupted;
         metrics.val_loss = NAN;
         int64_t batches;
-        if (t->run.has_val && (last || (opt->val_every > 0 && t->step % opt->val_every == 0))) { metrics.val_loss = trainer_evaluate(t, &batches); }
+        if (t->run.has_val && (last || (opt->val_every > 0 && t->step % opt->val_every == 0))) {
+            metrics.val_loss = trainer_evaluate(t, &batches);
+        }
         if (opt->sample_every > 0 && (last || t->step % opt->sample_every == 0)) { trainer_show_sample(t); }
         if (opt->out && (last || (opt->save_every > 0 && t->step % opt->save_every == 0))) { trainer_save(t); }
         profiler_step_end(&t->profiler);
@@ -2041,7 +2158,8 @@ int train(Trainer* t) {
     logger_close(&t->logger);
     if (opt->profile) { profiler_table(&t->profiler, stdout); }
     if (interrupted) {
-        printf("interrupted after step %lld%s%s\n", (long long)t->step, opt->out ? ", saved in " : "", opt->out ? opt->out : "");
+        printf("interrupted after step %lld%s%s\n", (long long)t->step, opt->out ? ", saved in " : "",
+               opt->out ? opt->out : "");
     }
     return interrupted ? 130 : 0;
 }
@@ -2049,16 +2167,37 @@ int train(Trainer* t) {
 void print_setup(const Trainer* t) {
     const MoEConfig* c = &t->run.config;
     options_echo(&t->run.opt, stdout);
-    printf("model      %d layers, hidden %d, %d/%d heads x %d, %d experts top-%d x %d, vocab %d: %.2fM parameters, %.2fM active\n", c->num_hidden_layers,
-           c->hidden_size, c->num_attention_heads, c->num_key_value_heads, c->head_dim, c->num_experts, c->num_experts_per_tok, c->moe_intermediate_size,
-           c->vocab_size, (double)t->model.table.num_parameters / 1e6, (double)t->model.table.num_active / 1e6);
-    printf("machine    %d thread%s, matrix products by %s, %.1f GFLOP/s\n", num_threads(), num_threads() == 1 ? "" : "s", gemm_library(), t->gemm_peak / 1e9);
-    if (t->run.resume) { printf("resumed    %s: step %lld, %llu tokens\n", t->run.resume, (long long)t->step, (unsigned long long)t->tokens); }
+    printf("model      %d layers, hidden %d, %d/%d heads x %d, %d experts top-%d x %d, vocab %d: %.2fM parameters, "
+           "%.2fM active\n",
+           c->num_hidden_layers, c->hidden_size, c->num_attention_heads, c->num_key_value_heads, c->head_dim,
+           c->num_experts, c->num_experts_per_tok, c->moe_intermediate_size, c->vocab_size,
+           (double)t->model.table.num_parameters / 1e6, (double)t->model.table.num_active / 1e6);
+    printf("machine    %d thread%s, matrix products by %s, %.1f GFLOP/s\n", num_threads(),
+           num_threads() == 1 ? "" : "s", gemm_library(), t->gemm_peak / 1e9);
+    if (t->run.resume) {
+        printf("resumed    %s: step %lld, %llu tokens\n", t->run.resume, (long long)t->step,
+               (unsigned long long)t->tokens);
+    }
     fflush(stdout);
+}
+
+void share_the_machine(char** argv) {
+    // GNU's OpenMP threads spin for milliseconds where they wait for each other. If anything else runs on the machine,
+    // the one that is waited for is then not running: one busy neighbour on two cores made a step three times as long
+    // as it need be (dev/RESULTS.md). The library reads its settings before main, so the program starts itself again
+    // with a short spin.
+#if defined(_OPENMP) && defined(__linux__)
+    if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) { return; } // the user knows better
+    setenv("GOMP_SPINCOUNT", "3000", 1);
+    execv("/proc/self/exe", argv); // returns only if it fails, and then all is as it was
+#else
+    (void)argv;
+#endif
 }
 
 int main(int argc, char** argv) {
     program_name = "train_moe_cpu";
+    share_the_machine(argv);
     Trainer* t = (Trainer*)callocCheck(1, sizeof(Trainer));
     Run* run = &t->run;
     run_open(run, argc, argv, PROGRAM_CPU, 0, 1);
@@ -2066,7 +2205,10 @@ int main(int argc, char** argv) {
 #ifdef _OPENMP
     if (opt->threads > 0) { omp_set_num_threads((int)opt->threads); }
 #endif
-    if (opt->dry_run) { dry_run(run); return 0; }
+    if (opt->dry_run) {
+        dry_run(run);
+        return 0;
+    }
     model_create(&t->model, &run->config, trainer_switches(opt), (size_t)opt->batch_size, (size_t)opt->seq_len,
                  run->trains || opt->dump);
     if (run->samples) { decoder_create(&t->decoder, &t->model); }
