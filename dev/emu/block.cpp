@@ -222,6 +222,7 @@ int barrier(int site, BarrierKind kind, int predicate, const char* f, int l) {
 static void finish_slot(Block* b, int warp, Slot& s) {
     unsigned lanes = s.arrived;
     s.arrived = 0;
+    worker->finishing = &s;
     s.done(s.arg, lanes);
     worker->progress++;
     make_ready(b, warp, lanes);

@@ -187,9 +187,25 @@ static void look_at_flag(Thread* t, uintptr_t a) {
     if (it != flags_seen().end()) learn(t->acquired, it->second, it->second->entries.size());
 }
 
+// Other threads of the block fenced, and a barrier followed: their stores are published by whoever sets a flag now.
+static void adopt_fences(Thread* t) {
+    Block* b = worker->block;
+    if (!b->fences || (t->fence_device && t->fence_device->fences == b->fences)) return;
+    auto s = t->fence_device ? std::make_shared<Snapshot>(*t->fence_device) : std::make_shared<Snapshot>();
+    if (!t->fence_device) s->thread = t->linear;
+    s->op = now_op;
+    s->block = (uint32_t)b->linear;
+    s->device_wide = true;
+    s->fences = b->fences;
+    s->of_block = b->acquired;
+    t->fence_device = s;
+    if (!t->fence_block) t->fence_block = s;
+}
+
 // A read-modify-write adds to what the flag tells; a plain store replaces it.
 static void set_flag(Thread* t, uintptr_t a, bool replaces) {
     if (replaces) flags_seen().erase(a);
+    adopt_fences(t);
     if (!t->fence_block) return;
     std::shared_ptr<Log>& log = flags_seen()[a];
     if (!log) log = std::make_shared<Log>();
@@ -315,33 +331,41 @@ static const char* kind_of(const Record& r, const Actor& me) {
 }
 
 // A store that does not change memory cannot be seen: it is no conflict. Whether it does is known at the next access.
-static struct Pending { bool on; uintptr_t a; size_t n; unsigned char before[16]; std::string text; const char* kind; void *pc, *other; ThreadId* cur; Block* block; } pending;
+struct Pending { uintptr_t a; size_t n; uint32_t before; std::string text; const char* kind; void *pc, *other; ThreadId* cur; Block* block; };
+static std::vector<Pending>& pending() { static auto* v = new std::vector<Pending>; return *v; }
+static bool any_pending;
 
 static void settle_now() {
-    pending.on = false;
-    if (!memcmp((void*)pending.a, pending.before, pending.n)) return;
+    any_pending = false;
+    std::vector<Pending> all;
+    all.swap(pending());
     ThreadId* me = cur;
     Block* b = worker ? worker->block : nullptr;
-    cur = pending.cur;
-    if (worker) worker->block = pending.block;
-    report(pending.kind, pending.pc, pending.other, "%s", pending.text.c_str());
+    for (Pending& p : all) {
+        if (!memcmp((void*)p.a, &p.before, p.n)) continue;
+        cur = p.cur;
+        worker->block = p.block;
+        report(p.kind, p.pc, p.other, "%s", p.text.c_str());
+    }
     cur = me;
     if (worker) worker->block = b;
 }
-static inline void settle() { if (__builtin_expect(pending.on, 0)) settle_now(); }
+static inline void settle() { if (__builtin_expect(any_pending, 0)) settle_now(); }
 
 static void conflict(const Region& g, const Record& r, const Actor& me, bool write, uintptr_t a, size_t n, void* pc) {
     const char* before = r.flags & WRITTEN ? "written" : "read";
     std::string text = std::string(write ? "a write to " : "a read of ") + text_of(g) + " memory that was " + before + " by " + other_side(r, me) +
                        " at " + where((void*)(uintptr_t)r.pc);
     text += r.op != me.op ? "" : write ? (r.flags & WRITTEN ? " (write after write)" : " (write after read)") : " (read after write)";
-    if (!write || !me.op || n > sizeof pending.before) {
+    if (!write || !me.thread) {
         report(kind_of(r, me), pc, (void*)(uintptr_t)r.pc, "%s", text.c_str());
         return;
     }
-    if (pending.on) return;
-    pending = {true, a, n, {}, text, kind_of(r, me), pc, (void*)(uintptr_t)r.pc, cur, worker ? worker->block : nullptr};
-    memcpy(pending.before, (void*)a, n);
+    if (pending().size() >= 64) return;
+    Pending p{a, n, 0, text, kind_of(r, me), pc, (void*)(uintptr_t)r.pc, cur, worker->block};
+    memcpy(&p.before, (void*)a, n);
+    pending().push_back(std::move(p));
+    any_pending = true;
 }
 
 // ---------------------------------------------------------------- one cell
@@ -658,7 +682,8 @@ void check_cp_land(const CpAsync& c) {
     Actor me = actor();
     Region g = *region_of((uintptr_t)c.dst);
     visit_range(g, (uintptr_t)c.dst, (size_t)(c.bytes + c.zeros), WRITTEN, me, c.pc);
-    pending.on = false;                                // reported when it was issued
+    pending().clear();                                 // reported when it was issued
+    any_pending = false;
     counting = was;
 }
 
@@ -699,15 +724,14 @@ void check_op_touch(const void* p, size_t n, bool write) {
     Region here = *g;
     if (!check_state(here, (uintptr_t)p, n, write ? WRITTEN : 0, !write, running_op->pc)) return;
     visit_range(here, (uintptr_t)p, n, write ? WRITTEN : 0, actor(), running_op->pc);
-    pending.on = false;                                // whole ranges are not compared: report at once
 }
 
 void check_op_copy(void* dst, const void* src, size_t n) {
     const Region *d = region_of((uintptr_t)dst), *s = region_of((uintptr_t)src);
     void* pc = running_op ? running_op->pc : nullptr;
+    settle();
     if (s) visit_range(*s, (uintptr_t)src, n, 0, actor(), pc);
     if (d) visit_range(*d, (uintptr_t)dst, n, WRITTEN, actor(), pc);
-    settle();
     std::lock_guard<std::recursive_mutex> guard(host_lock);
     uint8_t* to = d ? d->state + ((uintptr_t)dst - d->base) : nullptr;
     if (!d) cut_out(never_written(), (uintptr_t)dst, n);
@@ -742,7 +766,6 @@ static void copied(void* d, const void* s, size_t n, void* pc) {
     if (cur || region_of((uintptr_t)d) || region_of((uintptr_t)s)) {
         plain(s, n, false, pc);
         plain(d, n, true, pc);
-        settle();                                      // (a copy that changes nothing is reported, too: rare)
         return;
     }
     if (!host_ranges) return;

@@ -247,3 +247,20 @@ inline size_t __cvta_generic_to_shared(const void* p) { return (size_t)p; }
 
 #include "emu_math.h"
 #include "emu_host.h"
+
+#ifdef EMU_CHECK
+// The compiler would expand memcpy and memset of a constant size without telling the checker; as in the C library's
+// fortified headers, calls go through these. Small powers of two become ordinary, watched accesses.
+extern "C" {
+void* emu_memcpy(void* d, const void* s, size_t n);
+void* emu_memmove(void* d, const void* s, size_t n);
+void* emu_memset(void* d, int v, size_t n);
+#define EMU_FORTIFY extern inline __attribute__((gnu_inline, always_inline, artificial))
+EMU_FORTIFY void* memcpy(void* __restrict d, const void* __restrict s, size_t n) noexcept {
+    if (__builtin_constant_p(n) && (n == 1 || n == 2 || n == 4 || n == 8 || n == 16)) return __builtin_memcpy(d, s, n);
+    return emu_memcpy(d, s, n);
+}
+EMU_FORTIFY void* memmove(void* d, const void* s, size_t n) noexcept { return emu_memmove(d, s, n); }
+EMU_FORTIFY void* memset(void* d, int v, size_t n) noexcept { return emu_memset(d, v, n); }
+}
+#endif

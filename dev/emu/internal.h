@@ -127,6 +127,7 @@ struct Worker {
     Fiber main;
     Fiber *running, *pool;
     Block* block;
+    const Slot* finishing;       // the warp operation that is being computed
     Thread* start;               // the thread a fresh fiber begins with
     std::vector<Block*> idle;
     Fiber* probe;

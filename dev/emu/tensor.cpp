@@ -13,8 +13,7 @@ static inline float bf16(uint32_t word, int half) {
 
 static bool whole_warp(const char* what, unsigned arrived) {
     if (arrived == 0xffffffffu) return true;
-    Thread* t = this_thread();
-    report_at("absent lane", t->wait_file, t->wait_line, "%s needs all 32 lanes, only %08x take part", what, arrived);
+    report_at("absent lane", worker->finishing->file, worker->finishing->line, "%s needs all 32 lanes, only %08x take part", what, arrived);
     return false;
 }
 
