@@ -754,7 +754,10 @@ void check_op_copy(void* dst, const void* src, size_t n) {
     host_ranges = (int)(in_copy().size() + never_written().size());
 }
 
-void check_exit() { settle(); }
+void check_exit() {
+    settle();
+    count_print();
+}
 
 void compiled_fault(const char* file, int line, const char* name) {
     report_at("uninitialised read", file, line, "the compiler found that '%s' is used before it is given a value", name);

@@ -175,6 +175,7 @@ extern bool counting;
 void count_access(const void* pc, const Thread* t, uintptr_t address, size_t n, bool shared, bool write);
 void count_launch_begin(Grid& g);
 void count_launch_end(Grid& g);
+void count_print();
 
 // ---------------------------------------------------------------- operations and streams (stream.cpp)
 struct Stream;
