@@ -335,6 +335,8 @@ int64_t reduce(unsigned mask, int64_t v, RedOp op, const char* f, int l) {
     return x.r;
 }
 
+void copy_bits(void* to, const void* from, size_t n) { __builtin_memcpy(to, from, n); }
+
 void absent_lane(const char* what, int lane, int src, unsigned mask) {
     Thread* t = &worker->block->threads[this_thread()->warp * 32 + lane];
     ThreadId* me = cur;
@@ -398,6 +400,7 @@ void trap(const char* f, int l) {
 // ---------------------------------------------------------------- the end of a thread, of a block, of a launch
 static void thread_exit(Thread* t) {
     Block* b = worker->block;
+    if (checking) check_thread_exit(t);
     t->done = true;
     t->copies.clear();
     b->alive--;

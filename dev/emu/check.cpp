@@ -357,6 +357,10 @@ static void conflict(const Region& g, const Record& r, const Actor& me, bool wri
     std::string text = std::string(write ? "a write to " : "a read of ") + text_of(g) + " memory that was " + before + " by " + other_side(r, me) +
                        " at " + where((void*)(uintptr_t)r.pc);
     text += r.op != me.op ? "" : write ? (r.flags & WRITTEN ? " (write after write)" : " (write after read)") : " (read after write)";
+    if (!write && me.thread && r.flags & ATOMIC && r.flags & WRITTEN && r.op == me.op && me.thread->guesses.size() < 8) {
+        me.thread->guesses.push_back({a, pc, (void*)(uintptr_t)r.pc, kind_of(r, me), text});
+        return;
+    }
     if (!write || !me.thread) {
         report(kind_of(r, me), pc, (void*)(uintptr_t)r.pc, "%s", text.c_str());
         return;
@@ -369,6 +373,8 @@ static void conflict(const Region& g, const Record& r, const Actor& me, bool wri
 }
 
 // ---------------------------------------------------------------- one cell
+static const Region* region_of(uintptr_t a);
+
 // Atomic and volatile accesses do not race with each other, except that lanes of a warp which exchange data through
 // volatile shared memory with neither __syncwarp nor fence rely on lockstep execution, which is gone since Volta.
 static bool tolerated(const Record& r, const Record& mine, bool shared) {
@@ -379,6 +385,28 @@ static bool tolerated(const Record& r, const Record& mine, bool shared) {
 
 static inline bool clash(const Record& r, const Record& mine, const Actor& me, bool shared) {
     return r.pc && !tolerated(r, mine, shared) && !ordered(r, me, shared);
+}
+
+// A plain read of what other threads change atomically is a race, unless it was the first guess of a compare-and-swap
+// loop: the swap checks it. So such reads are reported when the thread ends.
+void before_cas(const void* p, size_t n) {
+    Thread* t = this_thread();
+    if (!t) return;
+    for (size_t i = 0; i < t->guesses.size();) {
+        if (t->guesses[i].at - (uintptr_t)p < n) t->guesses.erase(t->guesses.begin() + (long)i);
+        else i++;
+    }
+    const Region* g = region_of((uintptr_t)p);
+    if (!g) return;
+    for (size_t k = 0; k < n; k += 4) {                // nor does it conflict with a later swap
+        Cell* c = g->cells + ((uintptr_t)p + k - g->base) / 4;
+        for (Record& r : c->r) if (r.thread == t->linear && r.block == (uint32_t)worker->block->linear && !(r.flags & WRITTEN)) r.flags |= ATOMIC;
+    }
+}
+
+void check_thread_exit(Thread* t) {
+    for (Guess& g : t->guesses) report(g.kind, g.pc, g.other, "%s", g.text.c_str());
+    t->guesses.clear();
 }
 
 // Keeps `mine` among the accesses a later one may conflict with. Two places: prefer different blocks, then warps.

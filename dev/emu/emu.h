@@ -94,6 +94,7 @@ void syncwarp(unsigned mask, const char* f, int l);
 unsigned activemask(const char* f, int l);
 void fence(bool device_wide, void* pc);
 void atomic_access(const void* p, size_t n, bool write, void* pc);   // the checker's and the spin detector's view of an atomic
+void before_cas(const void* p, size_t n);              // an earlier plain read of this thread was only a guess
 void poll();                                           // the thread waits for another one: let others run
 [[noreturn]] void trap(const char* f, int l);
 // ---- tensor-core instructions and asynchronous copies (llmc/ptx.cuh calls these)
@@ -111,13 +112,14 @@ void access16(const void* p, bool write, void* pc);    // a 16-byte access as on
 cudaError_t symbol_copy(const void* symbol, size_t symbol_size, size_t offset, const void* src, void* dst, size_t n,
                         cudaMemcpyKind kind, cudaStream_t stream, bool async, void* pc);
 template <class T> struct ShuffleArg { T v, r; int src; int lane; };
+void copy_bits(void* to, const void* from, size_t n);      // memcpy that the checker does not see
 void absent_lane(const char* what, int lane, int src, unsigned mask);
 template <class T> __attribute__((no_sanitize("thread"))) void shuffle_done(void** args, unsigned arrived) {
     for (int l = 0; l < 32; l++) {
         if (!(arrived >> l & 1)) continue;
         auto* x = (ShuffleArg<T>*)args[l];
         if (arrived >> x->src & 1) {
-            x->r = ((ShuffleArg<T>*)args[x->src])->v;
+            copy_bits(&x->r, &((ShuffleArg<T>*)args[x->src])->v, sizeof(T));
         } else {                                       // the value is undefined in CUDA: poison
             absent_lane("shuffle", l, x->src, arrived);
             __builtin_memset((void*)&x->r, 0xff, sizeof(T));
@@ -125,7 +127,6 @@ template <class T> __attribute__((no_sanitize("thread"))) void shuffle_done(void
     }
 }
 template <class T> inline __attribute__((no_sanitize("thread"))) T shuffle(unsigned mask, T v, int src, const char* f, int l) {
-    static_assert(std::is_trivially_copyable<T>::value, "a shuffle copies bits");
     ShuffleArg<T> x;
     x.v = v;
     x.src = src & 31;
@@ -236,9 +237,9 @@ EMU_ATOMIC(atomicOr, o | v)
 EMU_ATOMIC(atomicXor, o ^ v)
 EMU_ATOMIC(atomicInc, o >= v ? 0u : o + 1)
 EMU_ATOMIC(atomicDec, o == 0 || o > v ? v : o - 1)
-template <class T> EMU_HOOK T atomicCAS(T* p, emu::Same<T> c, emu::Same<T> v) { return emu::atomic_update(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
-template <class T> EMU_HOOK T atomicCAS_block(T* p, emu::Same<T> c, emu::Same<T> v) { return emu::atomic_update(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
-template <class T> EMU_HOOK T atomicCAS_system(T* p, emu::Same<T> c, emu::Same<T> v) { return emu::atomic_update(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
+template <class T> EMU_HOOK T atomicCAS(T* p, emu::Same<T> c, emu::Same<T> v) { emu::before_cas(p, sizeof(T)); return emu::atomic_update(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
+template <class T> EMU_HOOK T atomicCAS_block(T* p, emu::Same<T> c, emu::Same<T> v) { emu::before_cas(p, sizeof(T)); return emu::atomic_update(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
+template <class T> EMU_HOOK T atomicCAS_system(T* p, emu::Same<T> c, emu::Same<T> v) { emu::before_cas(p, sizeof(T)); return emu::atomic_update(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
 #define EMU_LOAD(name) template <class T> inline T name(const T* p) { return *p; }
 EMU_LOAD(__ldg) EMU_LOAD(__ldcs) EMU_LOAD(__ldcg) EMU_LOAD(__ldca) EMU_LOAD(__ldlu) EMU_LOAD(__ldcv)
 #define EMU_STORE(name) template <class T> inline void name(T* p, emu::Same<T> v) { *p = v; }
