@@ -29,6 +29,7 @@ namespace emu {
 __thread ThreadId* cur;
 __thread Worker* worker;
 __thread Kernel* entered;
+__thread bool quiet;
 static void fiber_entry();
 static void probe_entry();
 

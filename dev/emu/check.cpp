@@ -409,18 +409,15 @@ void check_thread_exit(Thread* t) {
     t->guesses.clear();
 }
 
-// Keeps `mine` among the accesses a later one may conflict with. Two places: prefer different blocks, then warps.
+// Keeps a read among those a later write may conflict with. Two places: prefer different blocks, then different warps.
 static void remember(Cell* c, const Record& mine, const Actor& me, bool shared) {
     int at = -1;
     for (int i = 0; i < 2 && at < 0; i++) if (!c->r[i].pc) at = i;
-    for (int i = 0; i < 2 && at < 0; i++)
-        if ((!(c->r[i].flags & WRITTEN) || mine.flags & WRITTEN) && ordered(c->r[i], me, shared)) at = i;
+    for (int i = 0; i < 2 && at < 0; i++) if (ordered(c->r[i], me, shared)) at = i;
     if (at < 0) {
-        bool same_block = c->r[0].block == c->r[1].block, same_warp = same_block && c->r[0].thread >> 5 == c->r[1].thread >> 5;
-        bool mine_differs = mine.block != c->r[0].block || (same_block && mine.thread >> 5 != c->r[0].thread >> 5);
-        at = same_warp || same_block ? (mine_differs ? 1 : 0) : mine.block == c->r[0].block ? 0 : 1;
-        if (c->r[at].flags & WRITTEN && !(mine.flags & WRITTEN)) at = 1 - at;
-        if (c->r[at].flags & WRITTEN && !(mine.flags & WRITTEN)) return;
+        bool same_block = c->r[0].block == c->r[1].block;
+        bool differs = mine.block != c->r[0].block || (same_block && mine.thread >> 5 != c->r[0].thread >> 5);
+        at = same_block ? (differs ? 1 : 0) : mine.block == c->r[0].block ? 0 : 1;
     }
     c->r[at] = mine;
 }
@@ -434,22 +431,16 @@ static void visit(Cell* c, const Region& g, const Record& mine, const Actor& me,
     void* pc = (void*)(uintptr_t)mine.pc;
     if (!write && same_access(c->r[0], mine) && !(c->w.flags & ATOMIC)) return;
     if (clash(c->w, mine, me, g.shared)) conflict(g, c->w, me, write, a, n, pc);
-    for (Record& r : c->r)
-        if ((write || r.flags & WRITTEN) && clash(r, mine, me, g.shared)) conflict(g, r, me, write, a, n, pc);
     if (!write) {
         remember(c, mine, me, g.shared);
-    } else if (mine.flags & ATOMIC) {                  // other threads' atomics still matter to a later plain access
-        if (c->w.pc && c->w.flags & ATOMIC && !same_access(c->w, mine) && !ordered(c->w, me, g.shared)) {
-            Record before = c->w;
-            c->w = mine;
-            for (Record& r : c->r) if (!r.pc || (ordered(r, me, g.shared) && !(r.flags & WRITTEN))) { r = before; return; }
-            c->r[1] = before;
-        }
-        c->w = mine;
-    } else {                                           // everything before is ordered with this write, or was reported
-        c->w = mine;
-        c->r[0].pc = c->r[1].pc = 0;
+        return;
     }
+    for (Record& r : c->r) if (clash(r, mine, me, g.shared)) conflict(g, r, me, write, a, n, pc);
+    // What came before is ordered with this write, or was reported. Earlier atomics need no place of their own: whoever is
+    // ordered after the last one sees them all.
+    c->w = mine;
+    if (mine.flags & ATOMIC) return;
+    c->r[0].pc = c->r[1].pc = 0;
 }
 
 static void split(Cell* c) {
@@ -638,6 +629,7 @@ static bool check_state(const Region& g, uintptr_t a, size_t n, int flags, bool 
 
 const int READ = 32;                                      // beside the flags of a record; without WRITTEN or with it (atomics)
 static void access(uintptr_t a, size_t n, int flags, void* pc) {
+    if (quiet) return;
     settle();
     const Region* g = region_of(a);
     if (!g) {

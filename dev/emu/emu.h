@@ -95,6 +95,7 @@ unsigned activemask(const char* f, int l);
 void fence(bool device_wide, void* pc);
 void atomic_access(const void* p, size_t n, bool write, void* pc);   // the checker's and the spin detector's view of an atomic
 void before_cas(const void* p, size_t n);              // an earlier plain read of this thread was only a guess
+extern __thread bool quiet;                            // the checker looks away
 void poll();                                           // the thread waits for another one: let others run
 [[noreturn]] void trap(const char* f, int l);
 // ---- tensor-core instructions and asynchronous copies (llmc/ptx.cuh calls these)
@@ -145,6 +146,7 @@ template <> struct Bits<8> { using type = uint64_t; };
 template <class T, class F> inline __attribute__((no_sanitize("thread"))) T atomic_update(T* p, F op, void* pc) {
     using U = typename Bits<sizeof(T)>::type;
     atomic_access(p, sizeof(T), true, pc);
+    quiet = true;                                      // the arithmetic in between is part of the atomic
     U before = __atomic_load_n((U*)p, __ATOMIC_RELAXED), after;
     T old;
     do {
@@ -152,6 +154,7 @@ template <class T, class F> inline __attribute__((no_sanitize("thread"))) T atom
         T v = op(old);
         __builtin_memcpy(&after, (const void*)&v, sizeof(T));
     } while (!__atomic_compare_exchange_n((U*)p, &before, after, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED));
+    quiet = false;
     return old;
 }
 template <class T> using Same = std::common_type_t<T>;  // not deduced: atomicAdd(unsigned*, 1) works
