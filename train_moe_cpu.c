@@ -2122,14 +2122,16 @@ int train(Trainer* t) {
     int* dead_experts = (int*)callocCheck(c->num_hidden_layers, sizeof(int));
     double flops = flops_per_token(c, &t->model.table, t->model.T) * (double)opt->tokens_per_step;
     signal(SIGINT, on_interrupt);
-    while (t->step < opt->steps && !interrupted) {
+    bool stop = false; // looked at once a step: a Ctrl-C during validation or a save still gets a last step that is saved
+    while (t->step < opt->steps && !stop) {
         StepMetrics metrics;
         memset(&metrics, 0, sizeof(metrics));
         profiler_step_begin(&t->profiler, t->step + 1);
         double begin = profiler_clock_us();
         trainer_step(t, &metrics);
         metrics.step_ms = (profiler_clock_us() - begin) / 1e3; // of training alone: what follows has phases of its own
-        bool last = t->step == opt->steps || interrupted;
+        stop = interrupted;
+        bool last = t->step == opt->steps || stop;
         metrics.val_loss = NAN;
         int64_t batches;
         if (t->run.has_val && (last || (opt->val_every > 0 && t->step % opt->val_every == 0))) {
@@ -2157,11 +2159,11 @@ int train(Trainer* t) {
     free(dead_experts);
     logger_close(&t->logger);
     if (opt->profile) { profiler_table(&t->profiler, stdout); }
-    if (interrupted) {
+    if (stop) {
         printf("interrupted after step %lld%s%s\n", (long long)t->step, opt->out ? ", saved in " : "",
                opt->out ? opt->out : "");
     }
-    return interrupted ? 130 : 0;
+    return stop ? 130 : 0;
 }
 
 void print_setup(const Trainer* t) {
