@@ -1686,10 +1686,6 @@ void generate(Model* model, Decoder* d, const Prompt* prompt, TextOut* out, cons
     if (out->tokenizer && tokenizer_vocab_size(out->tokenizer) < vocab) {
         vocab = tokenizer_vocab_size(out->tokenizer);
     }
-    if (prompt->count >= d->context) {
-        fatal("--prompt has %zu tokens, but the context (--seq-len) is %zu: shorten it or raise --seq-len",
-              prompt->count, d->context);
-    }
     bool fresh = true;
     for (int64_t i = 0; i < count; i++) {
         if (fresh) {
@@ -1798,6 +1794,7 @@ void trainer_save(Trainer* t) {
     state.tokens = t->tokens;
     state.data_position = run->has_train ? dataloader_position(&run->train) : 0;
     state.data_tokens = run->has_train ? dataloader_total_tokens(&run->train) : 0;
+    state.data_hash = run->data_hash;
     state.seed = (uint64_t)run->opt.seed;
     state.options = options_json(&run->opt);
     const char* tokenizer = run->tokenizer_path  ? run->tokenizer_path

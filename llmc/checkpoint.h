@@ -15,6 +15,7 @@
 #define CHECKPOINT_OLD "replaced_"      // .replaced_step_N: the former step_N while its successor takes its place
 #define CHECKPOINT_REMOVING "removing_" // .removing_step_N: pruned, half of it may be gone
 #define CHECKPOINT_BYTE_TOKENIZER "bytes"
+#define CHECKPOINT_CHECKSUMS "checksums.json"
 
 // Gives elements begin .. begin+count-1 of a parameter; what is "weight", "m", "v" or "master".
 typedef void (*ParamFetch)(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count,
@@ -25,6 +26,7 @@ typedef struct {
     uint64_t tokens;        // trained on so far
     uint64_t data_position; // dataloader_position: sequences consumed by all ranks
     uint64_t data_tokens;   // in the training data when saved (0: not known); another number on resume: other data
+    uint64_t data_hash;     // dataloader_fingerprint: data of the same length may be other data, too
     uint64_t sampler_rng, seed;
     bool has_master;        // fp32 master weights lie in trainer_state.safetensors
     cJSON* options;         // the options the run was started with, echoed; may be NULL. Freed by trainer_state_free
@@ -57,6 +59,11 @@ static inline void checkpoint_write(StWriter* w, const ParamTable* table, const 
         for (size_t begin = 0; begin < t->numel; begin += chunk) {
             size_t n = t->numel - begin < chunk ? t->numel - begin : chunk;
             fetch(ctx, t, what, begin, n, buffer);
+            for (size_t k = 0; k < n; k++) { // a resume would refuse it, and the good ones before it may be pruned
+                if (!st_not_finite(buffer[k])) { continue; }
+                fatal("%s: the %s of %s is %g at element %zu, so this checkpoint is not saved; a lower --lr may help",
+                      w->path, what, t->name, buffer[k], begin + k);
+            }
             st_writer_f32(w, buffer, n);
         }
     }
@@ -93,6 +100,7 @@ static inline void checkpoint_write_state(const char* dir, const TrainerState* s
     json_add_u64(json, "tokens", state->tokens);
     json_add_u64(json, "data_position", state->data_position);
     json_add_u64(json, "data_tokens", state->data_tokens);
+    json_add_u64(json, "data_hash", state->data_hash);
     json_add_u64(json, "sampler_rng", state->sampler_rng);
     json_add_u64(json, "seed", state->seed);
     cJSON_AddBoolToObject(json, "has_master", with_master);
@@ -135,6 +143,50 @@ static inline void checkpoint_write_tokenizer(const char* dir, const char* token
         free(from);
         free(to);
     }
+}
+
+// A hash of a file's bytes and their number; no single changed word goes unnoticed. False if it cannot be read.
+static inline bool file_hash(const char* path, uint64_t* hash) {
+    const size_t chunk = (size_t)1 << 20;
+    FILE* fp = fopen(path, "rb");
+    if (fp == NULL) { return false; }
+    unsigned char* buffer = (unsigned char*)mallocCheck(chunk);
+    uint64_t h = 0xCBF29CE484222325u, size = 0; // FNV-1a's numbers, on words
+    size_t n;
+    while ((n = fread(buffer, 1, chunk, fp)) > 0) {
+        size += n;
+        memset(buffer + n, 0, n % 8 ? 8 - n % 8 : 0); // chunk is a multiple of 8, so there is room
+        for (size_t i = 0; i < n; i += 8) {
+            uint64_t word;
+            memcpy(&word, buffer + i, 8);
+            h = (h ^ word) * 0x100000001B3u;
+            h ^= h >> 32;
+        }
+    }
+    bool ok = !ferror(fp);
+    free(buffer);
+    fclose(fp);
+    *hash = (h ^ size) * 0x100000001B3u;
+    return ok;
+}
+
+// Lists the hash of every file written so far, so that damage on the disk is found out before a run goes on from it.
+static inline void checkpoint_write_checksums(const char* dir) {
+    size_t count;
+    char** names = folder_list(dir, "", &count);
+    cJSON* json = cJSON_CreateObject();
+    for (size_t i = 0; i < count; i++) {
+        uint64_t hash;
+        char* path = str_format("%s/%s", dir, names[i]);
+        if (!file_hash(path, &hash)) { fatal("cannot read %s back: %s", path, strerror(errno)); }
+        json_add_u64(json, names[i], hash);
+        free(path);
+    }
+    char* path = str_format("%s/" CHECKPOINT_CHECKSUMS, dir);
+    json_write_file(json, path);
+    free(path);
+    cJSON_Delete(json);
+    folder_list_free(names);
 }
 
 // ----------------------------------------------------------------------------
@@ -230,7 +282,7 @@ static inline void checkpoint_prune(const char* out, const char* newest, int kee
 
 // Writes OUT/step_N/ (N = state->step): config.json, generation_config.json and model.safetensors for Hugging Face, its
 // weights in weights_dtype (ST_F32 or ST_BF16); trainer_state.safetensors with m.*, v.* and, with_master, master.* in
-// F32; trainer_state.json; tokenizer files: tokenizer_json is a path whose file and neighbours are copied,
+// F32; trainer_state.json; checksums.json; tokenizer files: tokenizer_json is a path whose file and neighbours are copied,
 // CHECKPOINT_BYTE_TOKENIZER, or NULL for none. fetch is asked for every value. Then removes all but the `keep` newest
 // checkpoints (0: keeps all). On return everything is on the disk. Any failure is fatal and leaves the checkpoints that
 // were there as they were.
@@ -251,6 +303,7 @@ static inline void checkpoint_save(const char* out, const MoEConfig* config, con
     if (tokenizer_json != NULL) { checkpoint_write_tokenizer(dir, tokenizer_json); }
     checkpoint_write_state(dir, state, with_master);
     checkpoint_write_tensors(dir, table, weights_dtype, with_master, fetch, ctx);
+    checkpoint_write_checksums(dir);
     folder_sync(dir);
     checkpoint_publish(out, dir, name);
     fatal_hook = checkpoint_outer_hook;

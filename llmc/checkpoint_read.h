@@ -20,7 +20,7 @@ static inline bool checkpoint_read_state_file(TrainerState* state, const char* d
     uint64_t step = 0;
     const struct { const char* name; uint64_t* value; } fields[] = {
         {"step", &step}, {"tokens", &state->tokens}, {"data_position", &state->data_position},
-        {"data_tokens", &state->data_tokens}, {"sampler_rng", &state->sampler_rng}, {"seed", &state->seed},
+        {"data_tokens", &state->data_tokens}, {"data_hash", &state->data_hash}, {"sampler_rng", &state->sampler_rng}, {"seed", &state->seed},
     };
     for (size_t i = 0; i < sizeof(fields) / sizeof(fields[0]) && ok; i++) {
         if (!json_u64(cJSON_GetObjectItemCaseSensitive(json, fields[i].name), fields[i].value)) {
@@ -147,8 +147,30 @@ static inline void checkpoint_moments_load(const char* dir, const ParamTable* ta
 // ----------------------------------------------------------------------------
 // the newest complete checkpoint
 
-// Opens the parts and compares their lists of tensors with config.json (the values are not read). False with a reason
-// if anything is off.
+// The files are those that were saved. (Without checksums.json that cannot be told, and nothing is said.)
+static inline bool checkpoint_check_sums(const char* dir, char* err, size_t err_size) {
+    char* path = str_format("%s/" CHECKPOINT_CHECKSUMS, dir);
+    bool ok = true;
+    cJSON* json = path_exists(path) ? json_read_file(path, CONFIG_MAX_FILE_BYTES, err, err_size) : cJSON_CreateObject();
+    for (const cJSON* node = json != NULL ? json->child : NULL; node != NULL && ok; node = node->next) {
+        uint64_t saved, hash;
+        char* file = str_format("%s/%s", dir, node->string);
+        if (!file_hash(file, &hash)) {
+            ok = fail_with(err, err_size, "cannot read %s: %s", file, strerror(errno));
+        } else if (!json_u64(node, &saved) || hash != saved) {
+            ok = fail_with(err, err_size, "%s is not as it was saved, its checksum differs; if it was changed on purpose, "
+                           "remove " CHECKPOINT_CHECKSUMS, file);
+        }
+        free(file);
+    }
+    ok = ok && json != NULL;
+    cJSON_Delete(json);
+    free(path);
+    return ok;
+}
+
+// Opens the parts, compares their lists of tensors with config.json and all files with their checksums. False with a
+// reason if anything is off.
 static inline bool checkpoint_is_complete(const char* dir, char* err, size_t err_size) {
     MoEConfig config;
     TrainerState state;
@@ -175,7 +197,7 @@ static inline bool checkpoint_is_complete(const char* dir, char* err, size_t err
     free(path);
     param_table_free(&table);
     trainer_state_free(&state);
-    return ok;
+    return ok && checkpoint_check_sums(dir, err, err_size);
 }
 
 // A save over an existing step that died between its two renames left the old folder under another name: it gets its
@@ -193,6 +215,21 @@ static inline void checkpoint_recover(const char* out) {
         free(path);
     }
     folder_list_free(names);
+}
+
+// The highest step above `step` of which out has a complete checkpoint, or -1. (A damaged one is in nobody's way.)
+static inline int64_t checkpoint_complete_after(const char* out, int64_t step) {
+    size_t count;
+    char** names = checkpoint_list(out, &count);
+    int64_t found = -1;
+    for (size_t i = 0; i < count && found < 0 && checkpoint_step_of(names[i]) > step; i++) {
+        char err[1200];
+        char* path = str_format("%s/%s", out, names[i]);
+        if (checkpoint_is_complete(path, err, sizeof(err))) { found = checkpoint_step_of(names[i]); }
+        free(path);
+    }
+    folder_list_free(names);
+    return found;
 }
 
 // The path (malloc'ed) of the newest complete checkpoint in out, or NULL if there is none. A folder that has a

@@ -19,6 +19,7 @@ typedef struct {
     bool has_tokenizer, has_train, has_val, has_batch, samples, trains;
     int eot;                  // the token that opens a document, -1: unknown
     DataLoader train, val;    // --train-data, --val-data
+    uint64_t data_hash;       // fingerprint of --train-data
     BatchFile batch;          // --batch
     Prompt prompt;            // if the run samples
     char* resume;             // the checkpoint folder to go on from, or NULL
@@ -31,7 +32,10 @@ static inline void run_find_checkpoint(Run* run) {
     Options* opt = &run->opt;
     const char* where = opt->resume[0] != '\0' ? opt->resume : opt->out;
     char* state = str_format("%s/trainer_state.json", where);
-    run->resume = path_exists(state) ? strdupCheck(where) : checkpoint_latest(where);
+    bool named = path_exists(state); // a checkpoint, not a folder of checkpoints
+    char err[1200];
+    if (named && !checkpoint_is_complete(where, err, sizeof(err))) { fatal("--resume: %s", err); }
+    run->resume = named ? strdupCheck(where) : checkpoint_latest(where);
     free(state);
     if (run->resume == NULL) { fatal("--resume: there is no complete checkpoint in %s", where); }
     checkpoint_state_read(run->resume, &run->state);
@@ -125,6 +129,10 @@ static inline void run_seek_data(Run* run) {
         fatal("--resume: the checkpoint was trained on %llu tokens of data, --train-data has %llu: its place in other data "
               "means nothing (start anew with --init %s)", (unsigned long long)then, (unsigned long long)now, run->resume);
     }
+    if (then != 0 && run->data_hash != run->state.data_hash) {
+        fatal("--resume: --train-data has as many tokens as what the checkpoint was trained on, but it is other data: its "
+              "place in it means nothing (start anew with --init %s)", run->resume);
+    }
     dataloader_seek(&run->train, run->state.data_position);
 }
 
@@ -133,7 +141,8 @@ static inline void run_open_out(Run* run) {
     const char* out = run->opt.out;
     run->out_lock = checkpoint_out_open(out);
     int64_t newest = checkpoint_newest_step(out);
-    if (newest > run->state.step || (newest >= 0 && run->resume == NULL)) {
+    if (run->resume != NULL) { newest = checkpoint_complete_after(out, run->state.step); }
+    if (newest >= 0) {
         fatal("--out %s holds checkpoints up to step %lld already, and this run starts at step %lld: go on from there with "
               "--resume, or choose another folder", out, (long long)newest, (long long)run->state.step);
     }
@@ -158,11 +167,18 @@ static inline void run_open(Run* run, int argc, char** argv, int program, int ra
     run->has_val = opt->val_data != NULL && !opt->generate && opt->dump == NULL;
     run_find_tokenizer(run);
     if (run->has_batch) { batch_file_read(&run->batch, opt->batch, &run->config, opt->doc_mask, opt->force_routing); }
-    if (run->has_train) { run_open_data(run, &run->train, "train-data", opt->train_data, rank, num_ranks); }
+    if (run->has_train) {
+        run_open_data(run, &run->train, "train-data", opt->train_data, rank, num_ranks);
+        run->data_hash = dataloader_fingerprint(&run->train);
+    }
     if (run->has_val) { run_open_data(run, &run->val, "val-data", opt->val_data, rank, num_ranks); }
     if (run->has_train && run->resume != NULL) { run_seek_data(run); }
     if (run->samples) {
         run->prompt = prompt_read(opt->prompt, run->has_tokenizer ? &run->tokenizer : NULL, run->eot, &run->config);
+        if (run->prompt.count >= (size_t)opt->seq_len) {
+            fatal("--prompt has %zu tokens, but the context (--seq-len) is %lld: shorten it or raise --seq-len",
+                  run->prompt.count, (long long)opt->seq_len);
+        }
     }
     if (opt->out != NULL && run->trains && rank == 0) { run_open_out(run); }
 }

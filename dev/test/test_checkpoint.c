@@ -179,7 +179,7 @@ static void saved_state_comes_back_bit_for_bit(void) {
     CHECK_LISTING(out, "step_00000100");
     CHECK_LATEST(out, 100);
     char* dir = str_format("%s/step_00000100", out);
-    CHECK_LISTING(dir, "config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json "
+    CHECK_LISTING(dir, "checksums.json config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json "
                        "trainer_state.json trainer_state.safetensors");
     TrainerState s;
     checkpoint_state_read(dir, &s);

@@ -1,0 +1,316 @@
+"""Stopping and going on, with the whole trainer: a resumed run is the unbroken one bit for bit, and no kill, full disk, damaged
+file or second process costs more than the steps since the last checkpoint. (The same of the saving functions alone, at more
+moments: test_checkpoint.c.)"""
+
+import shutil
+import signal
+import subprocess
+import time
+
+from program import *
+
+TINY = [PROGRAM, "--model", "tiny", "--batch-size", 2, "--seq-len", 16, "--lr", "1e-2"]
+LONG = ["--steps", 100000, "--schedule", "constant", "--warmup-steps", 0]
+
+
+def stories():
+    return shard(folder("data/train.bin"), tokens_of(text_of(60)))
+
+
+def cut_back(source, target, steps):
+    """What a run that was killed after `steps` steps has left, as a copy."""
+    shutil.copytree(source, target)
+    for step in steps_in(target):
+        if step > steps:
+            shutil.rmtree(step_folder(target, step))
+    return target
+
+
+def check_resumed_equals_unbroken(data, *options, resume_from_folder=False):
+    """5 steps = 2 + resume + 3: weights, moments, place in the data, and what metrics.jsonl says."""
+    whole, part = folder("whole"), folder("part")
+    run([*TINY, *data, *options, "--steps", 5, "--save-every", 1, "--out", whole, "--metrics", folder("whole.jsonl")])
+    cut_back(whole, part, 2)
+    shutil.copy(folder("whole.jsonl"), folder("part.jsonl"))  # lines 3 to 5 are of steps that will be run again
+    where = [step_folder(part, 2)] if resume_from_folder else []
+    run([PROGRAM, "--resume", *where, "--out", part, "--metrics", folder("part.jsonl")])
+    check(steps_in(part) == [1, 2, 3, 4, 5], f"saved steps {steps_in(part)}")
+    check_same_metrics(metrics(folder("whole.jsonl")), metrics(folder("part.jsonl")))
+    for step in (3, 4, 5):
+        check_same_checkpoint(step_folder(whole, step), step_folder(part, step))
+
+
+@test
+def five_steps_are_two_and_resume_and_three():
+    check_resumed_equals_unbroken(["--train-data", stories()])
+
+
+@test
+def a_checkpoint_may_be_named():
+    check_resumed_equals_unbroken(["--train-data", stories()], resume_from_folder=True)
+
+
+@test
+def resume_crosses_an_epochs_end():  # 7 sequences: an epoch has 3 batches of 2, and the seventh is dropped
+    data = shard(folder("data/train.bin"), tokens_of(text_of(60))[:7 * 16 + 1])
+    check_resumed_equals_unbroken(["--train-data", data])
+    check(state_of(step_folder(folder("whole"), 5))["data_position"] == "11", "the position is not that of the second epoch")
+
+
+@test
+def resume_holds_with_everything_switched_on():
+    data = ["--train-data", stories(), "--val-data", shard(folder("data/val.bin"), tokens_of(text_of(9, seed=2)))]
+    check_resumed_equals_unbroken(data, "--doc-mask", "--grad-accum", 2, "--z-loss-coef", "1e-3", "--val-every", 2,
+                                  "--sample-every", 2, "--schedule", "wsd", "--warmup-steps", 2)
+
+
+@test
+def resume_holds_with_the_loader_inline():
+    check_resumed_equals_unbroken(["--train-data", stories()], "--loader", "inline")
+
+
+@test
+def text_tokenized_inline_or_ahead_gives_equal_bits_also_resumed():
+    text = write(folder("text/a.txt"), text_of(60))
+    run(["python3", "prepro/text.py", "--out", folder("data"), "--val-fraction", 0, text])
+    check_resumed_equals_unbroken(["--tokenize", "inline", "--train-data", text], "--doc-mask")
+    data = folder("data") + "/*.bin"
+    run([*TINY, "--train-data", data, "--doc-mask", "--steps", 5, "--out", folder("ahead"), "--metrics", folder("ahead.jsonl")])
+    check_same_metrics(metrics(folder("ahead.jsonl")), metrics(folder("part.jsonl")))
+    check_same_checkpoint(step_folder(folder("ahead"), 5), step_folder(folder("part"), 5))
+
+
+@test
+def both_loaders_give_equal_bits():
+    for loader in ("inline", "prefetch"):
+        run([*TINY, "--train-data", stories(), "--loader", loader, "--steps", 9, "--out", folder(loader)])
+    check_same_checkpoint(step_folder(folder("inline"), 9), step_folder(folder("prefetch"), 9))
+
+
+@test
+def a_run_that_was_prolonged_is_the_longer_run():
+    data = ["--train-data", stories(), "--schedule", "constant", "--warmup-steps", 0]
+    run([*TINY, *data, "--steps", 5, "--out", folder("whole")])
+    run([*TINY, *data, "--steps", 2, "--out", folder("part")])
+    run([PROGRAM, "--resume", "--out", folder("part"), "--steps", 5])
+    check_same_checkpoint(step_folder(folder("whole"), 5), step_folder(folder("part"), 5))
+    expect_error([PROGRAM, "--resume", "--out", folder("part")], "step_00000005 has done 5 steps already", "--steps")
+
+
+# ----------------------------------------------------------------------------
+# kills, signals, full disks
+
+
+def start_and_wait(command, lines=1):
+    """Starts the trainer and returns once it has printed that many step lines."""
+    process = start(command)
+    seen = 0
+    while seen < lines:
+        line = process.stdout.readline()
+        if not line:
+            raise Failure(f"it ended early: {process.stderr.read()[-600:]}")
+        seen += line.startswith("step ")
+    return process
+
+
+def end(process, number=signal.SIGKILL):
+    process.send_signal(number)
+    try:
+        out, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise Failure("it did not end within a minute")
+    return process.returncode, out, err
+
+
+@test
+def a_kill_at_any_moment_costs_no_more_than_the_step_under_way():
+    rng, out, torn = random.Random(1), folder("out"), 0
+    data = ["--train-data", stories()]
+    command = [*TINY, *data, *LONG, "--save-every", 1, "--keep", 2, "--out", out]
+    for kill in range(24):
+        before = steps_in(out)[-1] if kill > 0 else 0
+        process = start_and_wait(command, rng.randint(1, 3))
+        time.sleep(rng.uniform(0, 0.04))  # a step takes 2 ms, saving it 10 to 100
+        end(process)
+        saved, names = steps_in(out), os.listdir(out)
+        torn += any(n.startswith(".saving") or n.startswith(".removing") for n in names)
+        check(saved and saved[-1] > before, f"kill {kill}: after step {before} came {saved}")
+        check(1 <= len(saved) <= 3, f"kill {kill}: {sorted(names)}")
+        command = [PROGRAM, "--resume", "--out", out]
+    check(torn >= 3, f"only {torn} of 24 kills met a save: the test proves too little")
+    last = steps_in(out)[-1] + 2
+    r = run([PROGRAM, "--resume", "--out", out, "--steps", last])
+    check(f"resumed    {step_folder(out, last - 2)}: step {last - 2}," in r.out, r.out)
+    check(sorted(os.listdir(out)) == [".lock", f"step_{last - 1:08d}", f"step_{last:08d}"], f"left: {sorted(os.listdir(out))}")
+    run([*TINY, *data, *LONG[2:], "--steps", last, "--out", folder("unbroken")])
+    check_same_checkpoint(step_folder(folder("unbroken"), last), step_folder(out, last))
+
+
+@test
+def ctrl_c_finishes_the_step_saves_and_exits_130():
+    data, out = ["--train-data", stories()], folder("out")
+    process = start_and_wait([*TINY, *data, *LONG, "--out", out, "--metrics", folder("m.jsonl")], 3)
+    code, printed, _ = end(process, signal.SIGINT)
+    check(code == 130, f"exit code {code}")
+    step = steps_in(out)[-1]
+    check(f"interrupted after step {step}, saved in {out}" in printed, printed[-300:])
+    check(steps_in(out) == [step] and metrics(folder("m.jsonl"))[-1]["step"] == step, "metrics and checkpoint disagree")
+    run([PROGRAM, "--resume", "--out", out, "--steps", step + 3])
+    run([*TINY, *data, *LONG[2:], "--steps", step + 3, "--out", folder("unbroken")])
+    check_same_checkpoint(step_folder(folder("unbroken"), step + 3), step_folder(out, step + 3))
+
+
+@test
+def what_ctrl_c_says_is_saved_is_saved():  # also when it comes in the midst of validating, sampling or saving
+    rng = random.Random(2)
+    val = shard(folder("data/val.bin"), tokens_of(text_of(20, seed=2)))
+    for i in range(8):
+        out = folder(f"out{i}")
+        process = start_and_wait([*TINY, "--train-data", stories(), *LONG, "--val-data", val, "--val-every", 1, "--sample-every", 1,
+                                  "--save-every", 10, "--out", out, "--metrics", folder("m.jsonl")], rng.randint(1, 4))
+        time.sleep(rng.uniform(0, 0.03))
+        code, printed, err = end(process, signal.SIGINT)
+        check(code == 130, f"exit code {code}: {err}")
+        said = int(printed.rsplit("interrupted after step ", 1)[1].split(",")[0])
+        check(steps_in(out) and steps_in(out)[-1] == said, f"it says step {said}, saved are {steps_in(out)}")
+        check(metrics(folder("m.jsonl"))[-1]["step"] == said, "the metrics end elsewhere")
+
+
+@test
+def without_out_ctrl_c_claims_nothing():
+    process = start_and_wait([*TINY, "--train-data", stories(), *LONG], 2)
+    code, printed, _ = end(process, signal.SIGINT)
+    check(code == 130 and "interrupted after step" in printed and "saved" not in printed, printed[-300:])
+
+
+def mounted(size):
+    """A small file system of its own, or None where that is not allowed."""
+    os.makedirs(folder("disk"), exist_ok=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder("disk")], capture_output=True)
+    return folder("disk") if done.returncode == 0 else None
+
+
+@test
+def a_full_disk_ends_the_run_and_leaves_the_last_checkpoint():  # a checkpoint takes 1.4 MB; then a limit on the size of files
+    data = ["--train-data", stories(), *LONG[2:], "--steps", 5, "--save-every", 1]
+    disk = mounted("4m")
+    if disk is not None:
+        try:
+            out = os.path.join(disk, "out")
+            expect_error([*TINY, *data, "--out", out], "step_00000004", "No space left on device")
+            check(sorted(os.listdir(out)) == [".lock", "step_00000001", "step_00000002", "step_00000003"], f"left: {os.listdir(out)}")
+            expect_error([PROGRAM, "--resume", "--out", out], "GB free", "a checkpoint takes")  # told before the first step
+            shutil.rmtree(step_folder(out, 1))  # someone makes room
+            shutil.rmtree(step_folder(out, 2))
+            run([PROGRAM, "--resume", "--out", out, "--steps", 4])
+            check(steps_in(out) == [3, 4], f"saved: {steps_in(out)}")
+        finally:
+            subprocess.run(["umount", disk], check=True)
+    out = folder("out")
+    run([*TINY, *LONG[2:], "--train-data", stories(), "--steps", 2, "--out", out])
+    before = files_in(step_folder(out, 2))
+    line = expect_error(["bash", "-c", 'trap "" XFSZ; ulimit -f 600; exec "$@"', "bash", PROGRAM, "--resume", "--out", out, "--steps", 5])
+    check("step_00000005" in line and "File too large" in line, line)
+    check(sorted(os.listdir(out)) == [".lock", "step_00000002"] and files_in(step_folder(out, 2)) == before, f"left: {os.listdir(out)}")
+    run([PROGRAM, "--resume", "--out", out, "--steps", 5])
+
+
+# ----------------------------------------------------------------------------
+# what is in --out
+
+
+@test
+def keep_leaves_exactly_these_files():
+    out = folder("out")
+    files = {"checksums.json", "config.json", "generation_config.json", "model.safetensors", "trainer_state.json", "trainer_state.safetensors"}
+    run([*TINY, "--train-data", stories(), *LONG[2:], "--steps", 10, "--save-every", 3, "--keep", 2, "--out", out])
+    check(sorted(os.listdir(out)) == [".lock", "step_00000009", "step_00000010"], f"{sorted(os.listdir(out))}")
+    check(set(os.listdir(step_folder(out, 10))) == files, f"{sorted(os.listdir(step_folder(out, 10)))}")
+    run([PROGRAM, "--resume", "--out", out, "--steps", 16])
+    check(sorted(os.listdir(out)) == [".lock", "step_00000015", "step_00000016"], f"{sorted(os.listdir(out))}")
+    run([PROGRAM, "--resume", "--out", out, "--steps", 18, "--keep", 1])
+    check(sorted(os.listdir(out)) == [".lock", "step_00000018"], f"{sorted(os.listdir(out))}")
+
+
+@test
+def two_processes_cannot_share_out():
+    out = folder("out")
+    command = [*TINY, "--train-data", stories(), *LONG, "--out", out]
+    process = start_and_wait(command)
+    expect_error(command, "another process", str(process.pid), out)
+    code, _, _ = end(process, signal.SIGINT)
+    check(code == 130 and len(steps_in(out)) == 1, "the first process was disturbed")
+
+
+@test
+def later_checkpoints_are_not_overwritten():
+    out, data = folder("out"), ["--train-data", stories(), "--steps", 4, "--save-every", 2]
+    run([*TINY, *data, "--out", out])
+    before = files_in(out)
+    expect_error([*TINY, *data, "--out", out], out, "step 4", "--resume")
+    expect_error([PROGRAM, "--resume", step_folder(out, 2), "--out", out], out, "step 4")
+    after = files_in(out)
+    check({n: b for n, b in after.items() if n != ".lock"} == {n: b for n, b in before.items() if n != ".lock"}, "files were changed")
+    run([PROGRAM, "--resume", step_folder(out, 2), "--out", folder("branch")])
+    check_same_checkpoint(step_folder(out, 4), step_folder(folder("branch"), 4))
+
+
+@test
+def other_data_is_refused():  # C16: its place in other data means nothing
+    out, tokens = folder("out"), tokens_of(text_of(60))
+    run([*TINY, "--train-data", stories(), "--steps", 2, "--out", out])
+    fewer = shard(folder("data/fewer.bin"), tokens[:-20])
+    expect_error([PROGRAM, "--resume", "--out", out, "--steps", 4, "--train-data", fewer], "other data", "--init")
+    other = shard(folder("data/other.bin"), tokens_of(text_of(90, seed=5))[:len(tokens)])  # as long, as shards of one size are
+    expect_error([PROGRAM, "--resume", "--out", out, "--steps", 4, "--train-data", other], "other data", "--init")
+    moved = shutil.copy(folder("data/train.bin"), folder("moved.bin"))
+    run([PROGRAM, "--resume", "--out", out, "--steps", 4, "--train-data", moved])
+
+
+def damage(path, rng, size):
+    """Cuts, lengthens or changes one byte of the first `size` of a file; what a bad disk or a full one might leave."""
+    content = bytearray(read(path))
+    kind, at = rng.choice(("cut", "longer", "flip", "flip", "flip")), rng.randrange(min(size, len(content)))
+    if kind == "cut":
+        content = content[:at]
+    elif kind == "longer":
+        content += b"\0" * rng.randint(1, 9)
+    else:
+        content[at] ^= 1 << rng.randrange(8)
+    write(path, bytes(content))
+    return f"{kind} at byte {at} of {os.path.basename(path)}"
+
+
+@test
+def a_damaged_checkpoint_is_named_and_the_older_one_is_taken():
+    whole, rng = folder("whole"), random.Random(3)
+    run([*TINY, "--train-data", stories(), "--steps", 3, "--save-every", 1, "--out", whole])
+    names = ("config.json", "model.safetensors", "trainer_state.json", "trainer_state.safetensors")
+    for i in range(60):
+        out = cut_back(whole, folder("out"), 2)
+        path = os.path.join(step_folder(out, 2), names[i % 4])
+        what = damage(path, rng, os.path.getsize(path) if i < 30 else 2000)  # the second half: in headers and JSON
+        r = run([PROGRAM, "--resume", "--out", out, "--steps", 3, "--save-every", 0], code=None)
+        check(r.code == 0, f"{what}: exit code {r.code}: {r.err}")
+        warned = f"{step_folder(out, 2)} is not a complete checkpoint" in r.err and len(r.err.splitlines()) == 1
+        check(warned and f"resumed    {step_folder(out, 1)}" in r.out, f"{what}: not found out; stderr: {r.err or 'empty'}")
+        check_same_checkpoint(step_folder(whole, 3), step_folder(out, 3))
+        shutil.rmtree(out)
+
+
+@test
+def a_missing_file_is_named_and_the_older_checkpoint_is_taken():
+    whole = folder("whole")
+    run([*TINY, "--train-data", stories(), "--steps", 3, "--save-every", 1, "--out", whole])
+    for name in ("config.json", "model.safetensors", "trainer_state.json", "trainer_state.safetensors"):
+        out = cut_back(whole, folder("out"), 2)
+        os.unlink(os.path.join(step_folder(out, 2), name))
+        r = run([PROGRAM, "--resume", "--out", out])
+        check("step_00000002 is not a complete checkpoint" in r.err and name in r.err, f"{name}: {r.err}")
+        check_same_checkpoint(step_folder(whole, 3), step_folder(out, 3))
+        shutil.rmtree(out)
+
+
+main()
