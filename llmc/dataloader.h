@@ -156,7 +156,7 @@ static inline void shard_check_magic(Shard* s) {
     s->num_tokens = (uint64_t)header[2];
     uint64_t body = s->map_size - SHARD_HEADER_INTS * sizeof(int32_t);
     if (body != s->num_tokens * (unsigned)s->token_bytes) {
-        fatal("%s: its header says %llu tokens of %d bytes, but %llu bytes follow; was it cut, or is it not yet complete?",
+        fatal("%s: its header says %llu tokens of %d bytes, but %llu bytes follow; was it cut, or is it not complete?",
               s->path, (unsigned long long)s->num_tokens, s->token_bytes, (unsigned long long)body);
     }
 }

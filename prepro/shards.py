@@ -36,7 +36,7 @@ def run_main(main):
 
 
 # ----------------------------------------------------------------------------
-# tokenizers: an object with name, vocab_size, eot_id, encode(bytes) -> little-endian uint32 tokens, write_files(folder).
+# tokenizers: an object with name, vocab_size, eot_id, encode(bytes) -> uint32 tokens, write_files(folder).
 # encode is called piece by piece, a document never has to fit in memory. Other vocabularies get a class like this one.
 
 
@@ -264,8 +264,9 @@ def read_split(folder, name):
 
 def add_output_options(parser):
     parser.add_argument("--overwrite", action="store_true", help="replace shards that are already there")
-    parser.add_argument("--shard-tokens", type=int, default=10**8, metavar="N",
-                        help="tokens a shard at most (default 10^8)")
+    parser.add_argument(
+        "--shard-tokens", type=int, default=10**8, metavar="N", help="tokens a shard at most (default 10^8)"
+    )
 
 
 def check_shard_tokens(n):

@@ -3,14 +3,14 @@
 
     python3 prepro/stories.py --show 3                                        look at some
     python3 prepro/stories.py --out data/stories --documents 10000 --seed 1   train and val shards, tokenizer, manifest
-    python3 prepro/stories.py --floor data/stories                            the loss that no model beats on its val shards
+    python3 prepro/stories.py --floor data/stories                            the loss that no model beats there
     python3 prepro/stories.py --parse samples.txt                             how many sentences are of the grammar?
 
-A story is a walk through STORY: at each node one edge is drawn (a sentence and the next node), then the sentence's slots
-are filled. A slot is drawn uniformly the first time; after that it is remembered: the hero keeps her name and gets her
-pronouns, the friend is never an animal of the hero's kind, and what was found in the second sentence comes back in the
-last. No two edges of a node can write the same sentence, so a parser can retrace the walk, and -log p of a story is the
-sum over its draws. That is what the floor adds up: see `floor`. Standard library only.
+A story is a walk through STORY: at each node one edge is drawn (a sentence and the next node), then the sentence's
+slots are filled. A slot is drawn uniformly the first time; after that it is remembered: the hero keeps her name and
+gets her pronouns, the friend is never an animal of the hero's kind, and what was found in the second sentence comes
+back later. No two edges of a node can write the same sentence, so a parser can retrace the walk, and -log p of a story
+is the sum over its draws. That is what the floor adds up: see `floor`. Standard library only.
 """
 
 import argparse
@@ -24,28 +24,29 @@ from shards import ByteTokenizer, EOT, Error, OutputFolder, add_output_options, 
 # ----------------------------------------------------------------------------
 # the grammar
 
-GIRLS = "Lily Mia Rosa Nora Ella Wanda Ida Poppy Clara Hazel Greta Tilda".split()
-BOYS = "Tom Ben Otto Finn Hugo Max Leo Sam Oscar Jonas Milo Felix".split()
+# Short lists, and in most no two words begin alike: a small model that looks back for the word to repeat needs to get
+# one letter right. (With 24 names and 12 animals it had not begun to look back after two million tokens.)
+GIRLS = "Ada Ella Lily Rosa Wanda Zoe".split()
+BOYS = "Ben Finn Hugo Max Otto Tom".split()
 
 # hero or friend: where the hero lives
 ANIMALS = {
-    "mouse": "under the old mill", "frog": "by a quiet pond", "fox": "in a dark wood", "badger": "under a hedge",
-    "bear": "in a mossy cave", "rabbit": "below a hill", "duck": "among the reeds", "hare": "in a hollow oak",
-    "mole": "under a plum tree", "goose": "behind the barn", "beaver": "on a muddy bank", "cat": "above the bakery",
+    "bear": "in a mossy cave",
+    "duck": "among the reeds",
+    "frog": "by a quiet pond",
+    "hare": "in a hollow oak",
+    "mouse": "under the old mill",
+    "goose": "behind the barn",
 }
 
 # what is found: (how it helps when somebody is lost, what the lost one does then, where it is kept afterwards)
 THINGS = {
     "bell": ("rang the bell", "followed the sound", "hangs by the door"),
-    "lantern": ("lit the lantern", "saw the path", "glows in the window"),
     "drum": ("beat the drum", "marched home", "stands in the kitchen"),
-    "kite": ("flew the kite", "saw it dance", "sways from the ceiling"),
-    "whistle": ("blew the whistle", "came running", "lies on a soft pillow"),
-    "boat": ("launched the boat", "floated home", "rests in the bathtub"),
-    "key": ("turned the key", "came safely inside", "dangles from a string"),
-    "mirror": ("tilted the mirror", "saw it gleam", "shines above the stove"),
-    "quilt": ("spread the quilt", "slept till dawn", "keeps two friends warm"),
     "flute": ("played the flute", "danced home", "sings every Sunday"),
+    "kite": ("flew the kite", "saw it from afar", "sways from the ceiling"),
+    "lantern": ("lit the lantern", "found the path", "glows in the window"),
+    "whistle": ("blew the whistle", "came running", "lies on a soft pillow"),
 }
 
 SLOTS = {
@@ -53,11 +54,10 @@ SLOTS = {
     "animal": list(ANIMALS),
     "friend": list(ANIMALS),  # never the hero's own kind: see Grammar.choices
     "thing": list(THINGS),
-    "trait": "small brave shy merry clever sleepy curious gentle".split(),
-    "colour": "red blue golden silver green yellow purple striped".split(),
+    "trait": "small brave shy merry clever sleepy".split(),
+    "colour": "red blue golden silver yellow purple".split(),
     "place": ["under a fern", "by the bridge", "behind a bush", "in tall grass", "on a stone", "by the well"],
     "weather": "windy sunny misty frosty rainy cloudy".split(),
-    "hobby": ["counted clouds", "sang to the bees", "painted pebbles", "chased leaves", "baked a pie", "fed the snails"],
     "trouble": ["thick fog", "deep snow", "wild rain", "the dark"],
     "food": ["warm bread", "plum cake", "mint tea", "pea soup", "honey buns"],
 }
@@ -74,57 +74,48 @@ DERIVED = {
     "kept": ("thing", lambda thing: THINGS[thing][2]),
 }
 
-# node: its edges, each (weight, sentence, next node). A story ends at END. The longest story has 255 bytes, so that with
-# its EOT it fits in a row of 256 tokens.
+# node: its edges, each (weight, sentence, next node). A story ends at END. The longest story has 255 bytes, so that
+# with its EOT it fits in a row of 256 tokens.
 STORY = {
     "open": [
         (3, "Once there was a {trait} {animal} named {name}.", "find"),
         (2, "A {animal} called {name} lived {home}.", "find"),
-        (2, "{name} was a {trait} {animal} with big dreams.", "find"),
         (1, "Have you met {name}, the {trait} {animal}?", "find"),
     ],
     "find": [
-        (1, "One {weather} day {he} found a {colour} {thing} {place}.", "plot"),
-        (1, "While {he} {hobby}, {he} saw a {colour} {thing}.", "plot"),
-        (1, "On a {weather} morning a {colour} {thing} lay {place}.", "plot"),
+        (1, "One {weather} day {he} found a {colour} {thing}.", "plot"),
+        (1, "{name} saw a {colour} {thing} {place}.", "plot"),
     ],
     "plot": [
-        # it belongs to somebody
-        (1, "\"That is my {thing}!\" cried a {friend} nearby.", "give"),
-        (1, "Soon a {friend} came by, looking for a {thing}.", "give"),
-        # it helps somebody
+        (1, '"That is my {colour} {thing}!" cried a {friend}.', "give"),
+        (1, "Soon a {friend} came, looking for a {colour} {thing}.", "give"),
         (1, "That night a {friend} got lost in {trouble}.", "help"),
         (1, "Nearby a {friend} was lost in {trouble}.", "help"),
-        # it gets lost, and somebody brings it back
-        (1, "On the way home {name} dropped the {thing}.", "gone"),
-        (1, "But when {he} went to bed, the {thing} was gone.", "gone"),
+        (1, "But at bedtime the {colour} {thing} was gone.", "gone"),
     ],
     "give": [
-        (1, "{He} smiled and held out the {colour} {thing}.", "thanks"),
-        (1, "It was hard, but {name} gave it back.", "thanks"),
+        (1, "{name} gave the {friend} the {colour} {thing}.", "thanks"),
+        (1, "So {name} held out the {colour} {thing}.", "thanks"),
     ],
     "thanks": [
         (1, "The {friend} hugged {him}, and they shared {food}.", "END"),
-        (1, "\"You are kind, {name},\" said the {friend}.", "END"),
-        (1, "Now the {animal} and the {friend} share the {thing}.", "END"),
+        (1, '"You are kind, {name}," said the {friend}.', "END"),
     ],
     "help": [
         (1, "{name} {use}, and the {friend} {effect}.", "safe"),
         (1, "So {he} {use}, and the {friend} {effect}.", "safe"),
     ],
     "safe": [
-        (1, "\"Thank you, {name}!\" said the {friend} over {food}.", "END"),
+        (1, '"Thank you, {name}!" said the {friend}.', "END"),
         (1, "Now the {colour} {thing} {kept}.", "END"),
-        (1, "The {animal} and the {friend} laugh about it still.", "END"),
     ],
     "gone": [
-        (1, "A {friend} found it and knocked on {his} door.", "back"),
+        (1, "A {friend} found the {colour} {thing} behind {his} bed.", "back"),
         (1, "{He} looked everywhere, and a {friend} helped {him}.", "back"),
     ],
     "back": [
-        (1, "\"Is this {colour} {thing} yours?\" asked the {friend}.", "END"),
         (1, "Then {name} gave the {friend} some {food}.", "END"),
-        (1, "Today the {thing} {kept}.", "END"),
+        (1, "Today the {colour} {thing} {kept}.", "END"),
     ],
 }
 
@@ -160,7 +151,9 @@ class Grammar:
         self.nodes = {}
         for node, edges in story.items():
             total = sum(weight for weight, _, _ in edges)
-            self.nodes[node] = [Edge(weight, total, sentence, target, self._alternatives) for weight, sentence, target in edges]
+            self.nodes[node] = [
+                Edge(weight, total, sentence, target, self._alternatives) for weight, sentence, target in edges
+            ]
 
     def _alternatives(self, slot):
         """All that a slot could ever hold."""
@@ -186,7 +179,7 @@ class Grammar:
     # ---- writing
 
     def story(self, rng):
-        """A random story and its -log p in nats. rng is a random.Random; only its random() is used, which never changed."""
+        """A random story and its -log p in nats. rng is a random.Random; only random() is used, it never changed."""
         node, values, sentences, cost = "open", {}, [], 0.0
         while node != "END":
             edges = self.nodes[node]
@@ -274,9 +267,9 @@ class Grammar:
     def check_story(self, story):
         """[(sentence, does it parse)], and whether the story is whole.
 
-        A sentence parses if the grammar can write it there, after the sentences before it: right place in the story, right
-        name, pronoun and thing. After a wrong one the reader goes on with whatever the sentence said (if it is of the
-        grammar at all), or skips a place; so one mistake costs one sentence.
+        A sentence parses if the grammar can write it there, after the sentences before it: right place in the story,
+        right name, pronoun and thing. After a wrong one the reader goes on with whatever the sentence said (if it is of
+        the grammar at all), or skips a place; so one mistake costs one sentence.
         """
         nodes, values, results, whole = ["open"], {}, [], True
         for sentence in split_sentences(story):
@@ -333,24 +326,33 @@ def write_shards(args):
                 total += cost
             nats[split], bytes_written[split] = total, writer.tokens - count
         targets = out.splits[1].tokens - 1
-        out.finish(tokenizer, {
-            "source": "stories", "seed": args.seed, "val_nats": nats["val"], "val_targets": targets,
-            "floor_nats_per_token": nats["val"] / targets, "bytes_per_document": bytes_written["train"] / args.documents,
-        })
-    print(f"{args.out}: {args.documents} stories to train on ({bytes_written['train'] / 1e6:.2f} MB, "
-          f"{bytes_written['train'] / args.documents:.0f} bytes each), {val_documents} to validate; "
-          f"floor {nats['val'] / targets:.4f} nats/token")
+        out.finish(
+            tokenizer,
+            {
+                "source": "stories",
+                "seed": args.seed,
+                "val_nats": nats["val"],
+                "val_targets": targets,
+                "floor_nats_per_token": nats["val"] / targets,
+                "bytes_per_document": bytes_written["train"] / args.documents,
+            },
+        )
+    print(
+        f"{args.out}: {args.documents} stories to train on ({bytes_written['train'] / 1e6:.2f} MB, "
+        f"{bytes_written['train'] / args.documents:.0f} bytes each), {val_documents} to validate; "
+        f"floor {nats['val'] / targets:.4f} nats/token"
+    )
     return 0
 
 
 def floor(args):
-    """The validation loss of a model that knows the grammar and always sees its story from the beginning.
+    """Prints the validation loss of a model that knows the grammar and sees each story from its beginning.
 
     Numerator: sum over the val stories of -log p(story), in nats. The token that ends a story, the next one's EOT, adds
-    nothing: after the last sentence it is certain. Denominator: the targets of the packed stream, that is all its tokens
-    (each story's EOT and its bytes) except the first, which no token predicts. Without stories cut by the edge of a row of
-    T tokens, a model's mean cross-entropy cannot fall below this on average; with them it needs some hundredths more,
-    because the rest of a cut story has lost its beginning.
+    nothing: after the last sentence it is certain. Denominator: the targets of the packed stream, that is all its
+    tokens (each story's EOT and its bytes) except the first, which no token predicts. A model that sees every story
+    from its beginning cannot do better on average. Rows of T tokens cut a story at their edges, whose rest has then
+    lost its beginning: that costs a real model some hundredths more, the fewer the longer the rows are.
     """
     grammar, nats, tokens, count = Grammar(), 0.0, 0, 0
     for document in read_split(args.floor, "val"):
@@ -369,19 +371,25 @@ def split_stories(text):
 
 def parse(args):
     """Prints what does not parse, then `N of M sentences parse`; exit code 0 if the share is at least --min-share."""
+    if args.sentences is not None and args.sentences < 1:
+        raise Error(f"--sentences {args.sentences} is not at least 1")
     if args.parse == "-":
         data = sys.stdin.buffer.read()
     else:
         with open(args.parse, "rb") as f:
             data = f.read()
     grammar = Grammar()
-    sentences = good = whole = dropped = 0
-    stories = split_stories(data.decode(errors="replace"))
-    for story in stories:
+    sentences = good = read = whole = dropped = 0
+    for story in split_stories(data.decode(errors="replace")):
         results, story_is_whole = grammar.check_story(story)
         if args.drop_cut and is_cut(results[-1][0]):
             results, dropped = results[:-1], dropped + 1
-        sentences, good, whole = sentences + len(results), good + sum(ok for _, ok in results), whole + story_is_whole
+        if args.sentences is not None:
+            results = results[: args.sentences - sentences]
+            if not results:
+                break
+        read, whole = read + 1, whole + story_is_whole
+        sentences, good = sentences + len(results), good + sum(ok for _, ok in results)
         if not args.quiet:
             for sentence, ok in results:
                 if not ok:
@@ -389,7 +397,7 @@ def parse(args):
     if sentences == 0:
         raise Error(f"no sentence in {'standard input' if args.parse == '-' else args.parse}")
     left_out = f", {dropped} cut sentences left out" if dropped else ""
-    print(f"{whole} of {len(stories)} stories are whole{left_out}")
+    print(f"{whole} of {read} stories are whole{left_out}")
     print(f"{good} of {sentences} sentences parse")
     return 0 if good >= args.min_share * sentences else 1
 
@@ -405,18 +413,31 @@ def main():
     parser.error = lambda message: (_ for _ in ()).throw(Error(message + "; see --help"))
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", metavar="DIR", help="write shards, tokenizer files and manifest.json to this folder")
-    what.add_argument("--parse", metavar="FILE", help="count sentences of the grammar in a text (- is standard input); stories "
-                      "end at <|endoftext|> or an empty line")
+    what.add_argument(
+        "--parse",
+        metavar="FILE",
+        help="count sentences of the grammar in a text (- is standard input); "
+        "stories end at <|endoftext|> or an empty line",
+    )
     what.add_argument("--floor", metavar="DIR", help="work out the floor of the val shards in a folder")
     what.add_argument("--show", type=int, metavar="N", help="print N stories")
     parser.add_argument("--documents", type=int, default=10000, metavar="N", help="stories to train on (default 10000)")
     parser.add_argument("--val-documents", type=int, metavar="N", help="stories to validate on (default a fiftieth)")
     parser.add_argument("--seed", type=int, default=1, help="(default 1)")
     add_output_options(parser)
-    parser.add_argument("--drop-cut", action="store_true", help="with --parse: leave out a story's last sentence if it has no "
-                        "end, cut by a length limit")
-    parser.add_argument("--min-share", type=float, default=1.0, metavar="X", help="with --parse: the exit code is 0 if at "
-                        "least this share of the sentences parses (default 1)")
+    parser.add_argument(
+        "--drop-cut",
+        action="store_true",
+        help="with --parse: leave out a story's last sentence if it has " "no end, cut by a length limit",
+    )
+    parser.add_argument(
+        "--min-share",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="with --parse: the exit code is 0 if " "at least this share of the sentences parses (default 1)",
+    )
+    parser.add_argument("--sentences", type=int, metavar="N", help="with --parse: stop after N sentences")
     parser.add_argument("--quiet", action="store_true", help="with --parse: do not list what does not parse")
     args = parser.parse_args()
     if args.out:

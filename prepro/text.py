@@ -2,12 +2,14 @@
 """Any text files -> token shards to train on, with the byte tokenizer. Python's standard library only.
 
     python3 prepro/text.py --out data/mine book.txt letters.txt
-    python3 prepro/text.py --out data/fortunes --document-separator % --skip '*.dat' --skip '*.u8' /usr/share/games/fortunes/*
+    python3 prepro/text.py --out data/fortunes --document-separator % --skip '*.dat' --skip '*.u8' \\
+        /usr/share/games/fortunes/*
 
 A file is one document, or several: the literal <|endoftext|> ends one, and so does a line that is exactly the
---document-separator. Newlines around a document are dropped, empty documents too. The token stream is, for each document,
-<|endoftext|> and then its bytes, which is also what the trainers read from text with --tokenize inline. Some documents,
-drawn by --seed, are kept for validation. Memory does not grow with the input; nothing appears in --out until all is whole.
+--document-separator. Newlines around a document are dropped, empty documents too. The token stream is, for each
+document, <|endoftext|> and then its bytes, which is also what the trainers read from text with --tokenize inline. Some
+documents, drawn by --seed, are kept for validation. Memory does not grow with the input; nothing appears in --out until
+all is whole.
 """
 
 import argparse
@@ -37,8 +39,10 @@ def decoded_chunks(path, encoding, errors):
             try:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as e:
-                raise Error(f"{path} is not {encoding} text (byte offset {begin - held + e.start}); name another --encoding, "
-                            "such as latin-1, or put U+FFFD in its place with --errors replace")
+                raise Error(
+                    f"{path} is not {encoding} text (byte offset {begin - held + e.start}); name another "
+                    "--encoding, such as latin-1, or put U+FFFD in its place with --errors replace"
+                )
             if "\0" in text:
                 raise Error(f"{path} contains zero bytes; if it is not text, leave it out with --skip")
             if text:
@@ -85,7 +89,7 @@ def cut(chunks, separator):
 
 
 def documents(path, args):
-    """(True, piece) for a document's first piece, (False, piece) for its others: no empty documents, no newlines around."""
+    """(True, piece) for a document's first piece, (False, piece) for the others; not empty, no newlines around it."""
     first, newlines = True, b""  # newlines: seen last, part of the document only if text follows
     for piece in cut(decoded_chunks(path, args.encoding, args.errors), args.document_separator):
         if piece is None:
@@ -123,8 +127,11 @@ def number_of_val_documents(count, fraction):
         return 0
     wanted = max(1, round(fraction * count))
     if wanted >= count:
-        raise Error(f"{count} document{'s' if count > 1 else ''} cannot be split into training and validation with --val-fraction "
-                    f"{fraction:g}; cut the text with --document-separator, or pass --val-fraction 0 and validate on other text")
+        raise Error(
+            f"{count} document{'s' if count > 1 else ''} cannot be split into training and validation with "
+            f"--val-fraction {fraction:g}; cut the text with --document-separator, or pass --val-fraction 0 and "
+            "validate on other text"
+        )
     return wanted
 
 
@@ -162,7 +169,7 @@ def check_options(args):
 
 
 def write_documents(out, files, sources, tokenizer, draw, args):
-    """The second pass: every document to its split. The first one counted `sources`; a file that changed since is an error."""
+    """The second pass: every document to its split. The first counted `sources`; a file changed since is an error."""
     train = out.split("train", tokenizer, args.shard_tokens)
     val = out.split("val", tokenizer, args.shard_tokens)
     for path, source in zip(files, sources):
@@ -181,18 +188,33 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.error = lambda message: (_ for _ in ()).throw(Error(message + "; see --help"))
     parser.add_argument("files", nargs="+", metavar="FILE", help="text files")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for shards, tokenizer files and manifest.json")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for shards, tokenizer files, manifest.json")
     add_output_options(parser)
     parser.add_argument("--tokenizer", choices=["bytes"], default="bytes", help="bytes: 256 bytes and <|endoftext|>")
-    parser.add_argument("--document-separator", metavar="LINE", help="a line that is exactly this ends a document ('' is an "
-                        "empty line); default: only the file's end and <|endoftext|> do")
-    parser.add_argument("--val-fraction", type=float, default=0.05, metavar="X", help="share of the documents to validate on "
-                        "(default 0.05, at least one document; 0: none)")
+    parser.add_argument(
+        "--document-separator",
+        metavar="LINE",
+        help="a line that is exactly this ends a document ('' is "
+        "an empty line); default: only the file's end and <|endoftext|> do",
+    )
+    parser.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="share of the documents to validate " "on (default 0.05, at least one document; 0: none)",
+    )
     parser.add_argument("--seed", type=int, default=1, help="draws the validation documents (default 1)")
-    parser.add_argument("--skip", action="append", default=[], metavar="GLOB", help="leave out files of such names; may be repeated")
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="GLOB", help="leave out files of such names; may " "be repeated"
+    )
     parser.add_argument("--encoding", default="utf-8", help="of the input (default utf-8)")
-    parser.add_argument("--errors", choices=["strict", "replace"], default="strict", help="what to do with bytes that are not in "
-                        "the encoding: stop (default), or replace them with U+FFFD")
+    parser.add_argument(
+        "--errors",
+        choices=["strict", "replace"],
+        default="strict",
+        help="bytes that are not in the " "encoding: stop (default), or replace them with U+FFFD",
+    )
     args = parser.parse_args()
     check_options(args)
     files, tokenizer = choose_files(args), ByteTokenizer()
@@ -203,10 +225,13 @@ def main():
             raise Error(f"no text in {files[0]}" + (f" and the {len(files) - 1} other files" if len(files) > 1 else ""))
         draw = ValidationDraw(args.seed, count, number_of_val_documents(count, args.val_fraction))
         write_documents(out, files, sources, tokenizer, draw, args)
-        out.finish(tokenizer, {"source": "text", "seed": args.seed, "val_fraction": args.val_fraction, "files": sources})
+        manifest = {"source": "text", "seed": args.seed, "val_fraction": args.val_fraction, "files": sources}
+        out.finish(tokenizer, manifest)
     train, val = out.splits
-    print(f"{args.out}: {train.documents} documents to train on ({train.tokens} tokens in {len(train.shards)} shards), "
-          f"{val.documents} to validate ({val.tokens} tokens)")
+    print(
+        f"{args.out}: {train.documents} documents to train on ({train.tokens} tokens in {len(train.shards)} shards), "
+        f"{val.documents} to validate ({val.tokens} tokens)"
+    )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The few words a Python test of a whole program needs; prints what the C tests print, so that `make test` can add up both.
+"""The few words a Python test of a whole program needs; prints what the C tests print: `make test` adds up both.
 
 A test is a function named after its claim, marked @test; the file ends with `main()`:
 
@@ -80,12 +80,21 @@ def run(command, code=0, input=None, env=None, cwd=ROOT, timeout=600):
     command = [str(c) for c in command]
     full_env = dict(os.environ, **(env or {}))
     try:
-        p = subprocess.run(command, input=input.encode() if isinstance(input, str) else input, capture_output=True,
-                           env=full_env, cwd=cwd, timeout=timeout)
+        p = subprocess.run(
+            command,
+            input=input.encode() if isinstance(input, str) else input,
+            capture_output=True,
+            env=full_env,
+            cwd=cwd,
+            timeout=timeout,
+        )
     except subprocess.TimeoutExpired:
         raise Failure(f"{' '.join(command)}: still running after {timeout} s")
-    r = Result(p.returncode if p.returncode >= 0 else 128 - p.returncode, p.stdout.decode(errors="replace"),
-               p.stderr.decode(errors="replace"))
+    r = Result(
+        p.returncode if p.returncode >= 0 else 128 - p.returncode,
+        p.stdout.decode(errors="replace"),
+        p.stderr.decode(errors="replace"),
+    )
     if code is not None and r.code != code:
         tail = (r.err or r.out).strip()[-600:]
         raise Failure(f"{' '.join(command)}: exit code {r.code}, not {code}: {tail}")
@@ -94,19 +103,25 @@ def run(command, code=0, input=None, env=None, cwd=ROOT, timeout=600):
 
 def start(command, env=None, cwd=ROOT):
     """Starts a program and returns the Popen object (stdout and stderr piped, as text)."""
-    return subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd,
-                            env=dict(os.environ, **(env or {})))
+    return subprocess.Popen(
+        [str(c) for c in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=dict(os.environ, **(env or {})),
+    )
 
 
 def expect_error(command, *parts, **options):
-    """The program must end with exit code 1 and exactly one line on stderr that contains every part. Returns the line."""
+    """The program must end with exit code 1 and one line on stderr that contains every part. Returns the line."""
     r = run(command, code=None, **options)
     lines = r.err.splitlines()
     name = " ".join(str(c) for c in command)
     check(r.code == 1, f"{name}: exit code {r.code}, not 1; stderr: {r.err.strip()[-600:]}")
     check(len(lines) == 1, f"{name}: {len(lines)} lines on stderr, not one: {r.err.strip()[-600:]}")
     for part in parts:
-        check(part in lines[0], f"{name}: \"{lines[0]}\" does not contain \"{part}\"")
+        check(part in lines[0], f'{name}: "{lines[0]}" does not contain "{part}"')
     return lines[0]
 
 

@@ -449,7 +449,7 @@ static void next_batches(DataLoaderOptions o, int n) {
     dataloader_close(&l);
 }
 
-static void a_header_that_lies_is_found_out_when_the_batch_is_read(void) { // D7, in the caller's and the loader's thread
+static void a_header_that_lies_is_found_out_when_the_batch_is_read(void) { // D7, in either thread
     uint32_t tokens[41] = {0};
     tokens[17] = 4294967295u;
     char* path = write_shard("lie.bin", tokens, 41, header_32(41, 257, 256));
@@ -529,8 +529,8 @@ static void too_little_data_says_what_is_there_what_is_needed_and_what_fits(void
     DataLoaderOptions o = options(path, 4, 1024);
     o.num_ranks = 8;
     EXPECT_FATAL(open_and_close(o),
-                 "30000 tokens in 1 file are 29 sequences of 1024, but a batch of 4 on 8 ranks needs 32 (32769 tokens): "
-                 "at most --batch-size 3 or --seq-len 937 fits");
+                 "30000 tokens in 1 file are 29 sequences of 1024, but a batch of 4 on 8 ranks needs 32 (32769 "
+                 "tokens): at most --batch-size 3 or --seq-len 937 fits");
     o.B = 3;
     open_and_close(o); // and that is true
     o.B = 4;
@@ -611,7 +611,7 @@ static void text_and_the_shards_made_of_it_give_the_same_batches(void) { // --to
         fcloseCheck(fp, path);
         free(path);
     }
-    char* command = str_format("PYTHONDONTWRITEBYTECODE=1 python3 prepro/text.py --val-fraction 0 --out %s/ahead %s > %s/log",
+    char* command = str_format("python3 -B prepro/text.py --val-fraction 0 --out %s/ahead %s > %s/log",
                                test_folder(), text, test_folder());
     if (!CHECK(system(command) == 0)) { return; }
     char* shards = str_format("%s/ahead/train_*.bin", test_folder());

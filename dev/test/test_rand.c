@@ -1,4 +1,4 @@
-// rand.h: normal numbers with the right distribution and the same bits everywhere, a stream in [0,1), a bijective shuffle.
+// rand.h: normal numbers of the right distribution, the same bits everywhere, a stream in [0,1), a bijective shuffle.
 // Tolerances are 4 standard deviations of the estimate unless a comment says otherwise; seeds are fixed.
 #include "testing.h"
 

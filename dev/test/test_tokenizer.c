@@ -80,8 +80,9 @@ static void byte_level_bpe_with_merges_decodes_but_does_not_encode(void) {
     const char text[16] = "ab";
     // \u0120 is the space, \u010a the newline, \u00e4\u00bd\u0142 the three bytes of a Chinese character; id 5 is a gap
     bool ok = read_json(&t, "{\"added_tokens\": [{\"id\": 7, \"content\": \"<|endoftext|>\", \"special\": true},"
-        " {\"id\": 8, \"content\": \"<tool call>\"}], \"model\": {\"type\": \"BPE\", \"vocab\": {\"a\": 0, \"\\u0120hello\": 1, \"\\u010a\": 2,"
-        " \"\\u00e4\\u00bd\\u0142\": 3, \"\xC4\xA0\xC4\xA0\": 4, \"ab\": 6}, \"merges\": [\"a b\"]}}", err, sizeof(err));
+        " {\"id\": 8, \"content\": \"<tool call>\"}], \"model\": {\"type\": \"BPE\", \"vocab\": {\"a\": 0,"
+        " \"\\u0120hello\": 1, \"\\u010a\": 2, \"\\u00e4\\u00bd\\u0142\": 3, \"\xC4\xA0\xC4\xA0\": 4, \"ab\": 6},"
+        " \"merges\": [\"a b\"]}}", err, sizeof(err));
     if (!CHECK(ok)) { return; }
     const char* expected[] = {"a", " hello", "\n", "\xE4\xBD\xA0", "  ", "", "ab", "<|endoftext|>", "<tool call>"};
     CHECK(t.vocab_size == 9 && t.eot_id == 7 && !tokenizer_can_encode(&t));
@@ -97,7 +98,8 @@ static void added_token_may_stand_in_the_vocabulary_too(void) {
     Tokenizer t;
     char err[512] = "";
     CHECK(read_json(&t, "{\"added_tokens\": [{\"id\": 1, \"content\": \"<|endoftext|>\"}],"
-                        " \"model\": {\"vocab\": {\"a\": 0, \"<|endoftext|>\": 1}, \"merges\": []}}", err, sizeof(err)));
+                        " \"model\": {\"vocab\": {\"a\": 0, \"<|endoftext|>\": 1}, \"merges\": []}}",
+                    err, sizeof(err)));
     CHECK(t.vocab_size == 2 && t.eot_id == 1 && !tokenizer_can_encode(&t)); // 255 bytes have no token
     tokenizer_free(&t);
 }
@@ -151,7 +153,9 @@ static void broken_tokenizer_files_are_refused_with_a_reason(void) {
 static size_t stream(const char* bytes, size_t n, size_t step, char* out) {
     Utf8Stream s = {{0}, 0, 0};
     size_t written = 0;
-    for (size_t i = 0; i < n; i += step) { written += utf8_stream_push(&s, bytes + i, step < n - i ? step : n - i, out + written); }
+    for (size_t i = 0; i < n; i += step) {
+        written += utf8_stream_push(&s, bytes + i, step < n - i ? step : n - i, out + written);
+    }
     written += utf8_stream_flush(&s, out + written);
     out[written] = '\0';
     return written;
