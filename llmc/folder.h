@@ -6,6 +6,7 @@
 #include "check.h"
 #include <dirent.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -120,6 +121,9 @@ static inline void path_sync_parent(const char* path) {
 // Makes the folder and those above it that are missing. Fatal with the reason if it cannot be.
 static inline void folder_make(const char* path) {
     if (path[0] == '\0') { fatal("the name of the output folder is empty"); }
+    if (strlen(path) >= PATH_MAX) { // before the first of its folders is made
+        fatal("cannot make the folder %.200s...: File name too long (%zu characters)", path, strlen(path));
+    }
     char* part = strdupCheck(path);
     for (char* p = part + 1; ; p++) {
         if (*p != '/' && *p != '\0') { continue; }

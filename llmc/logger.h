@@ -45,6 +45,7 @@ typedef struct {
     const char* path;           // of metrics.jsonl, NULL: none
     int fd;
     bool regular, failed;       // failed: has been reported
+    bool cut;                   // an earlier run's later lines are gone; not before there is a line to put in their place
     int64_t tail;               // bytes of whole lines
     char* text;
     size_t length, capacity;
@@ -150,7 +151,8 @@ static inline void metrics_line(Logger* log, const StepMetrics* m) {
 // tries again (someone may have made room).
 static inline void metrics_append(Logger* log) {
     size_t done = 0;
-    while (done < log->length) {
+    if (log->regular && !log->cut) { log->cut = ftruncate(log->fd, (off_t)log->tail) == 0; }
+    while (done < log->length && (log->cut || !log->regular)) {
         ssize_t n = write(log->fd, log->text + done, log->length - done);
         if (n < 0 && errno == EINTR) { continue; }
         if (n <= 0) { break; }
@@ -199,7 +201,7 @@ static inline void metrics_open(Logger* log, const char* path, int64_t resumed_s
     log->regular = S_ISREG(info.st_mode);
     if (log->regular) {
         log->tail = metrics_bytes_until(path, resumed_step);
-        if (ftruncate(log->fd, (off_t)log->tail) != 0 || lseek(log->fd, (off_t)log->tail, SEEK_SET) < 0) {
+        if (lseek(log->fd, (off_t)log->tail, SEEK_SET) < 0) {
             fatal("--metrics: cannot continue %s: %s", path, strerror(errno));
         }
     }
