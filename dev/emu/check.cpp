@@ -528,7 +528,7 @@ static void host_plain(uintptr_t a, size_t n, bool write, void* pc) {
     std::vector<uintptr_t> finished;
     overlapping(in_copy(), a, n, [&](std::map<uintptr_t, HostRange>::iterator it) {
         HostRange r = it->second;
-        if (!host_knows(r.op)) {
+        if (running_op ? !op_before(r.op, running_op->id) : !host_knows(r.op)) {       // (running: a host function in a stream)
             report("missing wait", pc, (void*)(uintptr_t)r.pc, "the host %s memory into which '%s' (%s) still copies", write ? "writes" : "reads",
                    op_by_id(r.op) ? op_by_id(r.op)->name.c_str() : "?", where((void*)(uintptr_t)r.pc).c_str());
         }
@@ -585,7 +585,7 @@ static int in_library(struct dl_phdr_info* info, size_t, void* address) {
 
 static void stray(uintptr_t a, size_t n, bool write, void* pc) {
     Fiber* f = worker->running;
-    if (a - (uintptr_t)f->stack < f->size || innocent(a)) return;
+    if (a - (uintptr_t)f->stack < f->size || innocent(a) || is_registered((void*)a)) return;
     const char* verb = write ? "writes" : "reads";
     if (a < 65536) {
         report("null pointer", pc, nullptr, "the kernel %s %zu bytes at address %p", verb, n, (void*)a);
@@ -814,8 +814,22 @@ static void forget_host(void* p) {
     cut_out(never_written(), (uintptr_t)p, malloc_usable_size(p));
 }
 
+// malloc and new inside a kernel give device memory.
+static std::unordered_map<void*, size_t>& kernel_heap() { static auto* m = new std::unordered_map<void*, size_t>; return *m; }
+static void* kernel_malloc(size_t n) {
+    void* p = check_malloc(n, MEMORY_DEVICE);
+    if (p) kernel_heap()[p] = n;
+    return p;
+}
+
 static bool cuda_memory_freed(void* p, void* pc) {
     if ((uintptr_t)p - arena.base >= arena.size) return false;
+    auto it = kernel_heap().find(p);
+    if (cur && it != kernel_heap().end()) {
+        check_free(p, it->second);
+        kernel_heap().erase(it);
+        return true;
+    }
     report("bad free", pc, nullptr, "free() or delete of CUDA memory");
     return true;
 }
@@ -837,6 +851,9 @@ void* emu_memset(void* d, int v, size_t n) {
     if (n) plain(d, n, true, RET);
     return memset(d, v, n);
 }
+void* emu_malloc(size_t n) { return cur ? kernel_malloc(n) : malloc(n); }
+void* emu__Znwm(size_t n) { return cur ? kernel_malloc(n) : ::operator new(n); }
+void* emu__Znam(size_t n) { return cur ? kernel_malloc(n) : ::operator new[](n); }
 void emu_free(void* p) {
     if (cuda_memory_freed(p, RET)) return;
     forget_host(p);

@@ -23,7 +23,7 @@ namespace emu {
 
 const size_t GUARD = 4096, REGION = 8ull << 30;      // stacks of a process lie side by side in one reserved region
 static char* region;
-static size_t region_used;
+static size_t region_used = 16 << 20;                // a large frame on the first stack falls into the region, too
 static pthread_mutex_t region_lock = PTHREAD_MUTEX_INITIALIZER;
 
 #if defined(__x86_64__)

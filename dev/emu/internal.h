@@ -207,6 +207,7 @@ extern __thread Op* running_op;
 void drain_for_exit();
 cudaError_t set_error(cudaError_t e);                  // also remembers it for cudaGetLastError
 size_t function_smem_limit(const void* function);
+bool is_registered(const void* p);                     // pinned by cudaHostRegister
 bool valid_device_range(const void* p, size_t n, size_t* left);
 
 }

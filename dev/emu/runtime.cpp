@@ -22,6 +22,14 @@ extern char __start_emu_constant[] __attribute__((weak)), __stop_emu_constant[] 
 extern char __start_emu_managed[] __attribute__((weak)), __stop_emu_managed[] __attribute__((weak));
 }
 
+// Pageable memory that cudaHostRegister has pinned: kernels may touch it, the checker has no shadow for it.
+static std::map<char*, size_t>& registered() { static auto* m = new std::map<char*, size_t>; return *m; }
+bool is_registered(const void* p) {
+    std::lock_guard<std::mutex> guard(memory_lock);
+    auto it = registered().upper_bound((char*)p);
+    return it != registered().begin() && (size_t)((char*)p - std::prev(it)->first) < std::prev(it)->second;
+}
+
 enum PointerKind { POINTER_HOST, POINTER_DEVICE, POINTER_PINNED, POINTER_MANAGED, POINTER_FREED };
 struct Place { PointerKind kind; size_t left; char* start; };       // left: bytes to the end of its allocation
 
@@ -144,7 +152,7 @@ static cudaError_t copy(const char* call, Rows r, cudaMemcpyKind kind, cudaStrea
         return cudaErrorInvalidValue;
     bool pageable_dst = locate(r.dst).kind == POINTER_HOST, pageable_src = locate(r.src).kind == POINTER_HOST;
     std::shared_ptr<std::vector<char>> staged;
-    if (async && pageable_src && !pageable_dst) {      // CUDA has staged pageable memory before the call returns
+    if (async && pageable_src && !pageable_dst && !is_registered(r.src)) {      // CUDA has staged pageable memory before the call returns
         staged = std::make_shared<std::vector<char>>((const char*)r.src, (const char*)r.src + sbytes);
         r.src = staged->data();
     }
@@ -344,11 +352,23 @@ cudaError_t cudaFreeAsync(void* p, cudaStream_t s) {
         check_free(p, it->second.size);
     }) ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
-cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
-cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
+cudaError_t cudaHostRegister(void* p, size_t n, unsigned) {
+    MAY_FAIL(cudaHostRegister);
+    std::lock_guard<std::mutex> guard(memory_lock);
+    registered()[(char*)p] = n;
+    return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void* p) {
+    MAY_FAIL(cudaHostUnregister);
+    cudaDeviceSynchronize();
+    std::lock_guard<std::mutex> guard(memory_lock);
+    if (registered().erase((char*)p)) return cudaSuccess;
+    report("bad free", PC, nullptr, "cudaHostUnregister of memory that is not registered");
+    return set_error(cudaErrorInvalidValue);
+}
 cudaError_t cudaHostGetDevicePointer(void** d, void* h, unsigned) {
     *d = h;
-    return locate(h).kind == POINTER_PINNED ? cudaSuccess : set_error(cudaErrorInvalidValue);
+    return locate(h).kind == POINTER_PINNED || is_registered(h) ? cudaSuccess : set_error(cudaErrorInvalidValue);
 }
 cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
     MAY_FAIL(cudaMemGetInfo);

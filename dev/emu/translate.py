@@ -185,8 +185,8 @@ class Translator:
             raise TranslateError("a launch without a kernel name")
         self.out = ["".join(self.out)[:-len(name)]]
         close = find(s, i + 3, [">>>"])
-        config = s[i + 3:close].replace("__null", "0")
         first = s.index("(", close)
+        config = s[i + 3:close].replace("__null", "0") + "\n" * s[close:first].count("\n")
         last = find(s, first + 1, [")"])
         args = s[first + 1:last].replace("__null", "nullptr")
         label = re.sub(r"\s+", "", without_marks(name)).replace("\\", "").replace('"', "")

@@ -1,0 +1,70 @@
+// The part of cooperative groups that kernels of one block need: the block, tiles of a warp, the active lanes. (Our own
+// kernels do not use them; published ones do. There is no grid-wide synchronisation.)
+#pragma once
+namespace cooperative_groups {
+
+struct thread_block {
+    static void sync(EMU_AT) { ::emu::barrier(-1 - l, ::emu::BARRIER_PLAIN, 0, f, l); }
+    static unsigned thread_rank() { return (unsigned)::emu::cur->linear; }
+    static unsigned size() { return blockDim.x * blockDim.y * blockDim.z; }
+    static unsigned num_threads() { return size(); }
+    static dim3 group_index() { return dim3(blockIdx.x, blockIdx.y, blockIdx.z); }
+    static dim3 thread_index() { return dim3(::emu::cur->tid.x, ::emu::cur->tid.y, ::emu::cur->tid.z); }
+    static dim3 group_dim() { return blockDim; }
+};
+inline thread_block this_thread_block() { return {}; }
+
+template <unsigned N, class Parent = void> struct thread_block_tile {
+    static_assert(N >= 1 && N <= 32 && (N & (N - 1)) == 0, "a tile has 1, 2, 4, 8, 16 or 32 threads");
+    static unsigned thread_rank() { return (unsigned)::emu::cur->lane % N; }
+    static unsigned meta_group_rank() { return (unsigned)::emu::cur->linear / N; }
+    static unsigned meta_group_size() { return (thread_block::size() + N - 1) / N; }
+    static constexpr unsigned size() { return N; }
+    static constexpr unsigned num_threads() { return N; }
+    static unsigned mask() { return N == 32 ? 0xffffffffu : ((1u << (N & 31)) - 1) << ((unsigned)::emu::cur->lane / N * N); }
+    static void sync(EMU_AT) { ::emu::syncwarp(mask(), f, l); }
+    template <class T> static T shfl(T v, int src, EMU_AT) { return __shfl_sync(mask(), v, src, N, f, l); }
+    template <class T> static T shfl_xor(T v, int x, EMU_AT) { return __shfl_xor_sync(mask(), v, x, N, f, l); }
+    template <class T> static T shfl_down(T v, unsigned d, EMU_AT) { return __shfl_down_sync(mask(), v, d, N, f, l); }
+    template <class T> static T shfl_up(T v, unsigned d, EMU_AT) { return __shfl_up_sync(mask(), v, d, N, f, l); }
+    static unsigned shift(unsigned votes) { return N == 32 ? votes : (votes >> ((unsigned)::emu::cur->lane / N * N)) & ((1u << (N & 31)) - 1); }
+    static unsigned ballot(int p, EMU_AT) { return shift(__ballot_sync(mask(), p, f, l)); }
+    static int any(int p, EMU_AT) { return __any_sync(mask(), p, f, l); }
+    static int all(int p, EMU_AT) { return __all_sync(mask(), p, f, l); }
+    template <class T> static unsigned match_any(T v, EMU_AT) { return shift(__match_any_sync(mask(), v, f, l)); }
+};
+template <unsigned N, class P> inline thread_block_tile<N, P> tiled_partition(const P&) { return {}; }
+
+struct coalesced_group {
+    unsigned lanes;
+    unsigned size() const { return (unsigned)__popc(lanes); }
+    unsigned num_threads() const { return size(); }
+    unsigned thread_rank() const { return (unsigned)__popc(lanes & ((1u << ::emu::cur->lane) - 1)); }
+    int lane_of(unsigned rank) const {
+        unsigned m = lanes;
+        while (rank--) m &= m - 1;
+        return __ffs((int)m) - 1;
+    }
+    void sync(EMU_AT) const { ::emu::syncwarp(lanes, f, l); }
+    template <class T> T shfl(T v, unsigned rank, EMU_AT) const { return __shfl_sync(lanes, v, lane_of(rank), 32, f, l); }
+    unsigned ballot(int p, EMU_AT) const { return __ballot_sync(lanes, p, f, l); }
+};
+inline coalesced_group coalesced_threads(EMU_AT) { return {__activemask(f, l)}; }
+
+template <class T = void> struct plus { template <class A> A operator()(A a, A b) const { return a + b; } };
+template <class T = void> struct greater { template <class A> A operator()(A a, A b) const { return a > b ? a : b; } };
+template <class T = void> struct less { template <class A> A operator()(A a, A b) const { return a < b ? a : b; } };
+template <class G, class T, class Op> inline T reduce(const G& g, T v, Op op, EMU_AT) {
+    for (int o = (int)g.size() / 2; o; o /= 2) v = op(v, g.shfl_xor(v, o, f, l));
+    return v;
+}
+template <class G, class T, class Op> inline T inclusive_scan(const G& g, T v, Op op, EMU_AT) {
+    for (unsigned o = 1; o < g.size(); o *= 2) {
+        T other = g.shfl_up(v, o, f, l);
+        if (g.thread_rank() >= o) v = op(other, v);
+    }
+    return v;
+}
+template <class G> inline void sync(const G& g, EMU_AT) { g.sync(f, l); }
+
+}

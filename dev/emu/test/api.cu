@@ -1,0 +1,153 @@
+// The runtime's behaviour seen from the host: `api NAME` runs one test; run.py sets the environment.
+#include "cases.h"
+
+static int failed;
+#define EXPECT(condition)                                         \
+    do {                                                          \
+        if (!(condition)) {                                       \
+            printf("line %d: %s\n", __LINE__, #condition);        \
+            failed = 1;                                           \
+        }                                                         \
+    } while (0)
+
+__global__ void set(int* p, int v) { p[threadIdx.x] = v; }
+__global__ void bounded_order(int* out, int* turn) { out[atomicAdd(turn, 1)] = blockIdx.x * 100 + threadIdx.x; }
+
+// EMU_FAIL=cudaMalloc:2,cudaMemcpy:1,cudaStreamCreate:1
+static void fail_on_request() {
+    void *a, *b, *c;
+    int h = 0;
+    cudaStream_t s;
+    EXPECT(cudaMalloc(&a, 4) == cudaSuccess);
+    EXPECT(cudaMalloc(&b, 4) == cudaErrorMemoryAllocation && b == nullptr || b != a);
+    EXPECT(cudaGetLastError() == cudaErrorMemoryAllocation);
+    EXPECT(cudaMalloc(&c, 4) == cudaSuccess);
+    EXPECT(cudaMemcpy(a, &h, 4, cudaMemcpyHostToDevice) != cudaSuccess);
+    EXPECT(cudaMemcpy(a, &h, 4, cudaMemcpyHostToDevice) == cudaSuccess);
+    EXPECT(cudaStreamCreate(&s) != cudaSuccess);
+    EXPECT(cudaStreamCreate(&s) == cudaSuccess);
+}
+// EMU_MEM=0.001
+static void memory_limit() {
+    size_t left, total;
+    EXPECT(cudaMemGetInfo(&left, &total) == cudaSuccess && left == total && total < 1100000);
+    void *a, *b;
+    EXPECT(cudaMalloc(&a, 600000) == cudaSuccess && cudaMalloc(&b, 600000) == cudaErrorMemoryAllocation);
+    cudaMemGetInfo(&left, &total);
+    EXPECT(total - left == 600000);
+    cudaFree(a);
+    EXPECT(cudaMalloc(&b, 600000) == cudaSuccess);
+}
+// EMU_LAZY_STREAM=1: nothing runs before somebody waits, and waiting for one stream does not run the other
+static void lazy_streams() {
+    cudaStream_t s, t;
+    cudaEvent_t e;
+    int *h, *d = device<int>(32), *x = device<int>(32);
+    cudaStreamCreate(&s);
+    cudaStreamCreate(&t);
+    cudaEventCreate(&e);
+    cudaMallocHost(&h, 128);
+    memset(h, 0, 128);
+    set<<<1, 32, 0, s>>>(d, 5);
+    cudaMemcpyAsync(h, d, 128, cudaMemcpyDeviceToHost, s);
+    cudaEventRecord(e, s);
+    set<<<1, 32, 0, s>>>(h, 6);
+    set<<<1, 32, 0, t>>>(x, 7);
+    cudaStreamSynchronize(t);
+    EXPECT(h[0] == 0);
+    cudaEventSynchronize(e);
+    EXPECT(h[0] == 5);                                 // what was issued after the event has not run
+    cudaStreamSynchronize(s);
+    EXPECT(h[0] == 6);
+}
+static void graphs() {
+    cudaStream_t s;
+    cudaGraph_t g;
+    cudaGraphExec_t ge;
+    size_t nodes;
+    int* d = zeros<int>(32);
+    cudaStreamCreate(&s);
+    EXPECT(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal) == cudaSuccess);
+    for (int i = 0; i < 3; i++) set<<<1, 32, 0, s>>>(d, 10 + i);
+    EXPECT(cudaStreamEndCapture(s, &g) == cudaSuccess);
+    EXPECT(download(d, 32)[0] == 0);                   // recorded, not run
+    EXPECT(cudaGraphGetNodes(g, nullptr, &nodes) == cudaSuccess && nodes == 3);
+    EXPECT(cudaGraphInstantiate(&ge, g, 0) == cudaSuccess);
+    EXPECT(cudaGraphLaunch(ge, s) == cudaSuccess);
+    cudaStreamSynchronize(s);
+    EXPECT(download(d, 32)[0] == 12);
+    cudaGraphExecDestroy(ge);
+    cudaGraphDestroy(g);
+}
+static void elapsed() {
+    cudaEvent_t a, b;
+    float ms = -1;
+    cudaEventCreate(&a);
+    cudaEventCreate(&b);
+    cudaEventRecord(a);
+    set<<<1, 32>>>(device<int>(32), 1);
+    cudaEventRecord(b);
+    cudaEventSynchronize(b);
+    EXPECT(cudaEventElapsedTime(&ms, a, b) == cudaSuccess && ms >= 0 && ms < 10000);
+}
+static void copies_2d() {
+    float h[4][6], back[4][3], *d;
+    size_t pitch;
+    for (int i = 0; i < 24; i++) h[i / 6][i % 6] = i;
+    cudaMallocPitch((void**)&d, &pitch, 3 * sizeof(float), 4);
+    cudaMemcpy2D(d, pitch, &h[0][1], sizeof h[0], 3 * sizeof(float), 4, cudaMemcpyHostToDevice);
+    cudaMemcpy2D(back, sizeof back[0], d, pitch, 3 * sizeof(float), 4, cudaMemcpyDeviceToHost);
+    for (int y = 0; y < 4; y++) for (int x = 0; x < 3; x++) EXPECT(back[y][x] == y * 6 + x + 1);
+}
+// EMU_ORDER: prints the order in which the threads ran
+static void order() {
+    int* out = device<int>(8);
+    bounded_order<<<2, 4>>>(out, zeros<int>(1));
+    for (int v : download(out, 8)) printf("%d ", v);
+    printf("\n");
+}
+static void attributes() {
+    int value;
+    cudaFuncAttributes a;
+    EXPECT(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0) == cudaSuccess && value >= 99 << 10);
+    EXPECT(cudaFuncSetAttribute(set, cudaFuncAttributeMaxDynamicSharedMemorySize, 400 << 10) == cudaErrorInvalidValue);
+    cudaGetLastError();
+    EXPECT(cudaFuncSetAttribute(set, cudaFuncAttributeMaxDynamicSharedMemorySize, 60 << 10) == cudaSuccess);
+    EXPECT(cudaFuncGetAttributes(&a, set) == cudaSuccess && a.maxDynamicSharedSizeBytes == 60 << 10);
+    EXPECT(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&value, set, 256, 0) == cudaSuccess && value >= 6);
+    cudaPointerAttributes p;
+    EXPECT(cudaPointerGetAttributes(&p, device<int>(4)) == cudaSuccess && p.type == cudaMemoryTypeDevice);
+}
+static void launch_array() {                           // cudaLaunchKernel with an array of arguments
+    int *d = device<int>(32), v = 9;
+    void* args[] = {&d, &v};
+    EXPECT(cudaLaunchKernel(set, dim3(1), dim3(32), args, 0, 0) == cudaSuccess);
+    EXPECT(download(d, 32)[31] == 9);
+}
+__global__ void endless(int* p) {
+    for (volatile int i = 0; threadIdx.x < 32 || i < 10; i = i + 1) if (i < 0) p[0] = 1;
+}
+static void watchdog() { endless<<<1, 1>>>(device<int>(1)); }
+__global__ void overflow(int* p, int n) {
+    volatile char local[1 << 20];
+    for (int i = 0; i < n; i += 4096) local[i] = 1;
+    p[0] = local[0];
+}
+static void stack_overflow() { overflow<<<1, 1>>>(device<int>(1), 1 << 20); }
+__global__ void trapping(int n) { if (threadIdx.x == n) __trap(); }
+static void trap() { trapping<<<1, 32>>>(3); }
+
+static const struct { const char* name; void (*run)(); } table[] = {
+    {"fail_on_request", fail_on_request}, {"memory_limit", memory_limit}, {"lazy_streams", lazy_streams}, {"graphs", graphs}, {"elapsed", elapsed},
+    {"copies_2d", copies_2d}, {"order", order}, {"attributes", attributes}, {"launch_array", launch_array}, {"watchdog", watchdog},
+    {"stack_overflow", stack_overflow}, {"trap", trap},
+};
+int main(int argc, char** argv) {
+    for (auto& t : table) {
+        if (argc < 2 || strcmp(argv[1], t.name)) continue;
+        t.run();
+        cudaDeviceSynchronize();
+        return failed;
+    }
+    return 2;
+}

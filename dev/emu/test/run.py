@@ -1,0 +1,242 @@
+#!/usr/bin/env python3
+"""The emulator's tests. `run.py [WORD]` runs those whose name contains WORD. Programs are built into build/emu/test."""
+import concurrent.futures
+import os
+import re
+import shutil
+import subprocess
+import sys
+import traceback
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+EMU = os.path.dirname(HERE)
+ROOT = os.path.dirname(os.path.dirname(EMU))
+BUILD = os.path.join(os.environ.get("EMU_BUILD", os.path.join(ROOT, "build", "emu")), "test")
+sys.path.insert(0, EMU)
+sys.dont_write_bytecode = True
+from translate import translate, TranslateError  # noqa: E402
+
+QUIET = {"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1", "ASAN_OPTIONS": "detect_leaks=0"}
+
+
+class Failed(Exception):
+    pass
+
+
+def need(condition, text):
+    if not condition:
+        raise Failed(text)
+
+
+def run(command, env=None, limit=120):
+    r = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit, env=dict(os.environ, **QUIET, **(env or {})))
+    return r.returncode, r.stdout + r.stderr
+
+
+def build(name, mode, cc="g++"):
+    os.makedirs(BUILD, exist_ok=True)
+    out = os.path.join(BUILD, "%s-%s-%s" % (name, mode, cc))
+    code, text = run([sys.executable, os.path.join(EMU, "emucc"), "--" + mode, "--cc", cc, "-I" + ROOT, "-o", out, os.path.join(HERE, name + ".cu")], limit=280)
+    need(code == 0, "emucc: " + text[-2000:])
+    return out
+
+
+def clean(command, env=None):
+    """Runs a program that must succeed in silence on standard error."""
+    code, text = run(command, env)
+    need(code == 0 and "emu:" not in text and "runtime error" not in text, "exit code %d: %s" % (code, text[-600:]))
+    return text
+
+
+# ---------------------------------------------------------------- planted faults
+def fault_lines(name, case):
+    with open(os.path.join(HERE, name + ".cu")) as f:
+        return [i + 1 for i, line in enumerate(f) if re.search(r"// bad:.*\b%s\b" % case, line)]
+
+
+def fault_case(program, name, case, kind):
+    clean([program, case, "good"])
+    code, text = run([program, case, "bad"])
+    need(code == 1, "the fault was not reported: exit code %d %s" % (code, text[-300:]))
+    if kind == "-":                                    # seen by its result only
+        return
+    reports = [line for line in text.splitlines() if re.match(r"emu: \S+: " + kind, line)]
+    need(reports, "no report of kind '%s': %s" % (kind, text[:500]))
+    lines = fault_lines(name, case)
+    need(not lines or any(re.search(r"\b%s\.cu:(%s)\b" % (name, "|".join(map(str, lines))), r) for r in reports),
+         "line %s is not named: %s" % (lines, reports[0]))
+
+
+def fault_tests(name, cc):
+    program = build(name, "check", cc)
+    return [("%s %s (%s)" % (name, c, cc), lambda c=c, k=k: fault_case(program, name, c, k))
+            for c, k in (line.split(" ") if " " in line else (line, "") for line in run([program])[1].splitlines())]
+
+
+# ---------------------------------------------------------------- the translator
+def rewrite(text):
+    out = translate(text)
+    need(out.count("\n") == text.count("\n"), "lines were added or lost: %r" % out)
+    return re.sub(" +", " ", out)
+
+
+def translator_launches():
+    need('Launch("k<2,(3>2)>", g, b)' in rewrite("k<2, (3>2)><<<g, b>>>(x);"), "nested template arguments")
+    need("table[i](emu_a...)" in rewrite("table[i]<<<1, 2>>>();"), "an element of a table")
+    need("ns::k<T>(emu_a...)" in rewrite("ns::k<T>\n<<<1,\n 2>>>\n(a,\n b);"), "over several lines")
+    need("nullptr" in rewrite("k<<<1, 2>>>(__null);"), "NULL as an argument")
+    need("p->k(emu_a...)" in rewrite("p->k<<<1, 1>>>(1);"), "a member pointer")
+    need('"<<<1>>>("' in rewrite('f("<<<1>>>(");'), "inside a string")
+    need('R"(k<<<1,1>>>())"' in rewrite('auto s = R"(k<<<1,1>>>())";'), "inside a raw string")
+    need(rewrite("int x = 1'000'000; char c = '<'; a <<= 2; b << c;") == "int x = 1'000'000; char c = '<'; a <<= 2; b << c;", "digits and characters")
+
+
+def translator_declarations():
+    need("typedef float emu_t_a [4][5];" in rewrite("{ __emu_shared__ float a[4][5]; }"), "an array")
+    need("(float *)" not in rewrite("{ __emu_shared__ float a[4], b; }") and "emu_t_b" in rewrite("{ __emu_shared__ float a[4], b; }"), "two declarators")
+    need("dynamic_smem((size_t)(16))" in rewrite("{ extern __emu_shared__ __attribute__((aligned(16))) char s[]; }"), "alignment")
+    need(rewrite("{ extern __emu_shared__ \n# 7 \"f.cu\" 3\n char\n# 7 \"f.cu\"\n s[]; }").endswith('\n# 7 "f.cu"\n }'), "line marks of macros")
+    need('section("emu_device")' in rewrite("__emu_device__ int x = 3;") and "section" not in rewrite("__emu_device__ int f(int x = 3) { return x; }"), "variable or function")
+    need("section" not in rewrite("template <class T> __emu_device__ inline T f() { return T{}; }"), "a template function")
+    need("Kernel emu_kernel = {(int)(N / 2)}" in rewrite("__emu_global__ void __emu_launch_bounds__(N / 2, 3) k(int n) { }"), "launch bounds")
+    need("Kernel emu_kernel = {(int)(64)}" in rewrite("__emu_launch_bounds__(64) __emu_global__ void k() { }"), "launch bounds in front")
+    need("emu_kernel" not in rewrite("__emu_global__ void k(int n);"), "a declaration")
+
+
+def translator_errors():
+    try:
+        translate('# 1 "f.cu"\nint x;\nk<<<1, 2>>>(a\n')
+        raise Failed("an unfinished launch passed")
+    except TranslateError as e:
+        need("f.cu:" in str(e), "no place in %s" % e)
+
+
+# ---------------------------------------------------------------- values
+def intrinsics(mode, cc, **env):
+    clean([build("intrinsics", mode, cc)], env)
+
+
+def textbook(mode, cc, **env):
+    clean([build("textbook", mode, cc)], env)
+
+
+def api(name, code=0, text="", **env):
+    c, out = run([build("api", "fast"), name], env)
+    need(c == code and text in out, "exit code %d: %s" % (c, out[-400:]))
+    return out
+
+
+def orders():
+    need(api("order", EMU_WORKERS="1").strip() == "0 1 2 3 100 101 102 103", "forward")
+    need(api("order", EMU_WORKERS="1", EMU_ORDER="reverse").strip() == "103 102 101 100 3 2 1 0", "reverse")
+    seen = {api("order", EMU_WORKERS="1", EMU_ORDER="random:%d" % s) for s in (1, 1, 2, 3)}
+    need(len(seen) == 3, "random orders depend on the seed only: %s" % seen)
+
+
+def blas_mistake(name, kind):
+    code, text = run([build("blas", "check"), name])
+    need(code == 1 and re.search(r"emu: blas\.cu:\d+: " + kind, text), "exit code %d: %s" % (code, text[-400:]))
+
+
+def mpi(ranks, *args, **env):
+    if not shutil.which("mpirun"):
+        raise Failed("mpirun is not installed (apt-get install libopenmpi-dev openmpi-bin)")
+    return run(["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), build("collectives", "check")] + list(args), env)
+
+
+def collectives(ranks, **env):
+    code, text = mpi(ranks, **env)
+    need(code == 0 and "collectives ok" in text, text[-600:])
+
+
+def wrong_collective():
+    code, text = mpi(2, "wrong_order")
+    need(code != 0 and "runs ncclAllReduce of 8 elements" in text and "async error: invalid usage" in text, text[-600:])
+
+
+def missing_rank():
+    code, text = mpi(2, "missing_rank", EMU_NCCL_TIMEOUT="2")
+    need(code != 0 and "other ranks did not come" in text, text[-600:])
+
+
+def counters():
+    code, text = run([os.path.join(EMU, "emucount"), build("counters", "check")])
+    need(code == 0, text)
+    need(re.search(r"transpose<0>(.|\n)*shared load .*32\.00 wavefronts, least  1\.00 <--\n\ntranspose<1>", text), "bank conflicts of the plain tile: " + text)
+    need(re.search(r"strided(.|\n)*global load .*32\.00 sectors, least  4\.00 <--", text), "sectors of a strided load")
+    need(re.search(r"vectors(.|\n)*global load +16 bytes.*16\.00 sectors, least 16\.00 \n", text), "a float4 is one access")
+
+
+def bad_usage():
+    code, text = run([os.path.join(EMU, "emucc"), "-o", "x", "none.cu"])
+    need(code == 1 and text.count("\n") == 1 and "none.cu: no such file" in text, text)
+
+
+TESTS = [
+    ("translator: launches", translator_launches), ("translator: declarations", translator_declarations), ("translator: errors name the line", translator_errors),
+    ("emucc: a missing file is one clear line", bad_usage),
+    ("intrinsics (g++)", lambda: intrinsics("fast", "g++")), ("intrinsics (clang++)", lambda: intrinsics("fast", "clang++")),
+    ("intrinsics (checker)", lambda: intrinsics("check", "g++")), ("intrinsics (sanitizers)", lambda: intrinsics("asan", "g++")),
+    ("intrinsics on sm_80", lambda: intrinsics("fast", "g++", EMU_SM="80")), ("intrinsics on sm_120, 4 devices", lambda: intrinsics("fast", "g++", EMU_SM="120", EMU_DEVICES="4")),
+    ("textbook kernels (g++)", lambda: textbook("fast", "g++")), ("textbook kernels (clang++)", lambda: textbook("fast", "clang++")),
+    ("textbook kernels (checker)", lambda: textbook("check", "g++")), ("textbook kernels (sanitizers)", lambda: textbook("asan", "g++")),
+    ("textbook kernels, reverse", lambda: textbook("fast", "g++", EMU_ORDER="reverse")), ("textbook kernels, random", lambda: textbook("fast", "g++", EMU_ORDER="random:5")),
+    ("textbook kernels, reverse (checker)", lambda: textbook("check", "g++", EMU_ORDER="reverse")), ("textbook kernels, lazy streams", lambda: textbook("fast", "g++", EMU_LAZY_STREAM="1")),
+    ("EMU_ORDER", orders), ("EMU_FAIL", lambda: api("fail_on_request", EMU_FAIL="cudaMalloc:2,cudaMemcpy:1,cudaStreamCreate:1")),
+    ("EMU_MEM", lambda: api("memory_limit", EMU_MEM="0.001")), ("EMU_LAZY_STREAM", lambda: api("lazy_streams", EMU_LAZY_STREAM="1")),
+    ("graphs", lambda: api("graphs")), ("events", lambda: api("elapsed")), ("two-dimensional copies", lambda: api("copies_2d")),
+    ("function attributes", lambda: api("attributes")), ("cudaLaunchKernel", lambda: api("launch_array")),
+    ("watchdog names kernel and line", lambda: api("watchdog", 1, "watchdog", EMU_WATCHDOG="1")),
+    ("stack overflow is named", lambda: api("stack_overflow", 1, "stack overflow")), ("__trap is named", lambda: api("trap", 1, "api.cu")),
+    ("cuBLAS values", lambda: clean([build("blas", "check")])), ("cuBLAS values (fast)", lambda: clean([build("blas", "fast")])),
+    ("cuBLAS: leading dimension", lambda: blas_mistake("ld", "cuBLAS")), ("cuBLAS: null pointer", lambda: blas_mistake("null", "cuBLAS")),
+    ("cuBLAS: bounds", lambda: blas_mistake("bounds", "cuBLAS")), ("cuBLAS: C read uninitialised", lambda: blas_mistake("beta_uninitialised", "uninitialised")),
+    ("cuBLAS: wrong stream", lambda: blas_mistake("stream", "missing stream order")), ("cuBLASLt: size of an attribute", lambda: blas_mistake("lt_size", "cuBLAS")),
+    ("cuBLASLt: null attribute", lambda: blas_mistake("lt_null", "cuBLAS")), ("cuBLASLt: shapes", lambda: blas_mistake("lt_shape", "cuBLAS")),
+    ("NCCL, 1 rank", lambda: collectives(1)), ("NCCL, 2 ranks", lambda: collectives(2)), ("NCCL, 3 ranks as a ring", lambda: collectives(3, EMU_NCCL="ring")),
+    ("NCCL: another sequence of collectives", wrong_collective), ("NCCL: a rank that does not come", missing_rank), ("memory counters", counters),
+]
+
+
+def one(test):
+    name, function = test
+    try:
+        function()
+        return "ok   " + name, True
+    except Failed as e:
+        return "FAIL %s: %s" % (name, e), False
+    except Exception:
+        return "FAIL %s: %s" % (name, traceback.format_exc()), False
+
+
+def main():
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    good = bad = 0
+    # each program is built once, before the tests that share it
+    first = [("fast", "intrinsics", "g++"), ("check", "intrinsics", "g++"), ("fast", "textbook", "g++"), ("check", "textbook", "g++"), ("fast", "api", "g++"),
+             ("check", "blas", "g++"), ("check", "collectives", "g++"), ("check", "counters", "g++")]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        tests = [t for t in TESTS if word in t[0]]
+        if not word:
+            built = {}
+            original = build
+
+            def build_once(name, mode, cc="g++"):
+                key = (name, mode, cc)
+                if key not in built:
+                    built[key] = original(name, mode, cc)
+                return built[key]
+
+            globals()["build"] = build_once
+            list(pool.map(lambda b: one(("build", lambda: build_once(b[1], b[0], b[2]))), first))
+        for name in ("faults_shared", "faults_global", "faults_host", "faults_warp"):
+            if word in name or not word or word.startswith("faults"):
+                tests += [t for t in fault_tests(name, "g++") if word in t[0]]
+        for line, ok in pool.map(one, tests):
+            print(line, flush=True)
+            good, bad = good + ok, bad + (not ok)
+    print("%d passed, %d failed" % (good, bad))
+    return 1 if bad or not good else 0
+
+
+sys.exit(main())
