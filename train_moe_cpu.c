@@ -1982,6 +1982,39 @@ size_t planned_bytes(const MoEConfig* c, const ParamTable* table, const Switches
     return memory_plan_total(&plan);
 }
 
+size_t largest_batch(const MoEConfig* c, const ParamTable* table, const Switches* s, size_t T, double memory) {
+    // the largest B whose training fits into so many bytes, 0: none does. Doubles, then halves the interval.
+    size_t low = 0, high = 1;
+    while (high < (1u << 20) && (double)planned_bytes(c, table, s, high, T) <= memory) {
+        low = high;
+        high *= 2;
+    }
+    while (high - low > 1) {
+        size_t middle = low + (high - low) / 2;
+        if ((double)planned_bytes(c, table, s, middle, T) <= memory) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+double machine_memory(void) { return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE); }
+
+void require_memory(const Run* run) {
+    // the system hands out more memory than it has, and kills who then uses it: better a word before the first step
+    Switches s = trainer_switches(&run->opt);
+    size_t T = (size_t)run->opt.seq_len;
+    double needed = (double)planned_bytes(&run->config, &run->table, &s, (size_t)run->opt.batch_size, T);
+    if (needed <= machine_memory()) { return; }
+    size_t B = largest_batch(&run->config, &run->table, &s, T, machine_memory());
+    char advice[80] = "not even --batch-size 1 fits, try a smaller --seq-len or model";
+    if (B > 0) { snprintf(advice, sizeof(advice), "at most --batch-size %zu fits at this --seq-len", B); }
+    fatal("this run needs %.1f GiB of memory, the machine has %.1f: %s (--dry-run prints the plan)", needed / (1 << 30),
+          machine_memory() / (1 << 30), advice);
+}
+
 void dry_run(const Run* run) {
     // what training with these options would take, without taking it
     const MoEConfig* c = &run->config;
@@ -2012,21 +2045,8 @@ void dry_run(const Run* run) {
     for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
         printf("  %-18s %12.1f\n", rows[i].name, (double)rows[i].bytes * mib);
     }
-    double memory =
-        opt->memory > 0 ? opt->memory * (1 << 30) : (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
-    size_t low = 0, high = 1; // the largest B that fits: double, then halve the interval
-    while (high < (1u << 20) && (double)planned_bytes(c, table, &s, high, T) <= memory) {
-        low = high;
-        high *= 2;
-    }
-    while (high - low > 1) {
-        size_t middle = low + (high - low) / 2;
-        if ((double)planned_bytes(c, table, &s, middle, T) <= memory) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
+    double memory = opt->memory > 0 ? opt->memory * (1 << 30) : machine_memory();
+    size_t low = largest_batch(c, table, &s, T, memory);
     if (low > 0) {
         printf("largest batch in %.1f GiB at T = %zu: --batch-size %zu\n", memory / (1 << 30), T, low);
     } else {
@@ -2208,6 +2228,7 @@ int main(int argc, char** argv) {
         dry_run(run);
         return 0;
     }
+    if (run->trains || opt->dump) { require_memory(run); }
     model_create(&t->model, &run->config, trainer_switches(opt), (size_t)opt->batch_size, (size_t)opt->seq_len,
                  run->trains || opt->dump);
     if (run->samples) { decoder_create(&t->decoder, &t->model); }

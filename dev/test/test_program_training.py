@@ -231,6 +231,14 @@ def dry_run_names_the_largest_batch_that_fits():  # U2
 
 
 @test
+def a_run_that_cannot_fit_into_the_machine_is_told_what_would():  # U2; not left to the kernel, which kills
+    most = int(run([PROGRAM, "--model", "demo", "--seq-len", 256, "--dry-run"]).out.rsplit("--batch-size ", 1)[1])
+    data = shard(folder("data/long.bin"), np.zeros((most + 2) * 256, np.uint32))
+    expect_error([PROGRAM, "--model", "demo", "--seq-len", 256, "--batch-size", most + 1, "--train-data", data],
+                 "GiB of memory", f"at most --batch-size {most} fits")
+
+
+@test
 def peak_memory_is_what_dry_run_says():
     size = ["--model", "demo", "--batch-size", 32, "--seq-len", 256]
     planned = plan(*size)[1]["total"] * 2**20
