@@ -1802,6 +1802,7 @@ void trainer_save(Trainer* t) {
                                                  : NULL;
     checkpoint_save(run->opt.out, &run->config, &t->model.table, &state, ST_F32, false, fetch_numbers, &t->model,
                     tokenizer, (int)run->opt.keep);
+    run_saved(run, t->step);
     trainer_state_free(&state);
     profiler_phase(&t->profiler, PHASE_OTHER, -1);
 }
@@ -2223,9 +2224,13 @@ int main(int argc, char** argv) {
     const Options* opt = &run->opt;
 #ifdef _OPENMP
     if (opt->threads > 0) { omp_set_num_threads((int)opt->threads); }
+#else
+    if (opt->threads > 1) { fatal("--threads %lld: this program was built without OpenMP", (long long)opt->threads); }
 #endif
     if (opt->dry_run) {
         dry_run(run);
+        run_close(run);
+        free(t);
         return 0;
     }
     if (run->trains || opt->dump) { require_memory(run); }

@@ -183,6 +183,14 @@ static inline void run_open(Run* run, int argc, char** argv, int program, int ra
     if (opt->out != NULL && run->trains && rank == 0) { run_open_out(run); }
 }
 
+// After each save: the tokenizer's files are those of the newest checkpoint now. Where they came from may be an older
+// one, which --keep has just removed.
+static inline void run_saved(Run* run, int64_t step) {
+    if (run->tokenizer_path == NULL) { return; }
+    free(run->tokenizer_path);
+    run->tokenizer_path = str_format("%s/step_%08lld/tokenizer.json", run->opt.out, (long long)step);
+}
+
 static inline void run_close(Run* run) {
     if (run->has_train) { dataloader_close(&run->train); }
     if (run->has_val) { dataloader_close(&run->val); }

@@ -3,15 +3,12 @@ and changes nothing that was there. A row: a name, a function that gives the com
 run.sh runs this table twice, the second time with the sanitized build (TRAINER says which program). The C tests know more
 variants of the same faults; here the claim is that they arrive at the user."""
 
-import os
-
-if "TRAINER" in os.environ:
-    os.environ["PROGRAM"] = os.environ["TRAINER"]
-
 import atexit
+import os
 import shutil
 import tempfile
 
+os.environ.setdefault("PROGRAM", os.environ.get("TRAINER", "train_moe_cpu"))
 from program import *
 
 HOME = tempfile.mkdtemp(prefix="moe-test-input-")  # good files that all rows share

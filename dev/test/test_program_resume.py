@@ -1,12 +1,14 @@
 """Stopping and going on, with the whole trainer: a resumed run is the unbroken one bit for bit, and no kill, full disk, damaged
 file or second process costs more than the steps since the last checkpoint. (The same of the saving functions alone, at more
-moments: test_checkpoint.c.)"""
+moments: test_checkpoint.c.) run.sh runs this a second time with the sanitized build (TRAINER says which program)."""
 
+import os
 import shutil
 import signal
 import subprocess
 import time
 
+os.environ.setdefault("PROGRAM", os.environ.get("TRAINER", "train_moe_cpu"))
 from program import *
 
 TINY = [PROGRAM, "--model", "tiny", "--batch-size", 2, "--seq-len", 16, "--lr", "1e-2"]
@@ -232,6 +234,16 @@ def keep_leaves_exactly_these_files():
     check(sorted(os.listdir(out)) == [".lock", "step_00000015", "step_00000016"], f"{sorted(os.listdir(out))}")
     run([PROGRAM, "--resume", "--out", out, "--steps", 18, "--keep", 1])
     check(sorted(os.listdir(out)) == [".lock", "step_00000018"], f"{sorted(os.listdir(out))}")
+
+
+@test
+def the_tokenizer_goes_along_also_when_its_folder_is_pruned():
+    out, text = folder("out"), write(folder("a.txt"), text_of(60))
+    run([*TINY, "--tokenize", "inline", "--train-data", text, *LONG[2:], "--steps", 2, "--out", out])
+    files = {name: read(step_folder(out, 2) + "/" + name) for name in ("tokenizer.json", "tokenizer_config.json")}
+    run([PROGRAM, "--resume", "--out", out, "--steps", 6, "--save-every", 1, "--keep", 1])
+    check(steps_in(out) == [6], f"{steps_in(out)}")
+    check(all(read(step_folder(out, 6) + "/" + name) == content for name, content in files.items()), "they have changed")
 
 
 @test
