@@ -52,7 +52,8 @@ endif
 
 # -fno-math-errno lets sqrt be one instruction. No -ffast-math: it would assume that there are no NaNs.
 WARN := -Wall -Wextra
-C_FLAGS := -std=c11 $(WARN) -I. -fno-math-errno $(OPENMP)
+OPENMP_FLAGS := $(or $(OPENMP),-Wno-unknown-pragmas)
+C_FLAGS := -std=c11 $(WARN) -I. -fno-math-errno $(OPENMP_FLAGS)
 LIBS := -lcjson -lm -lpthread
 HEADERS := $(wildcard llmc/*.h)
 
@@ -84,10 +85,10 @@ test: deps $(PYTHON)
 	@$(MAKE) --no-print-directory test-run
 
 test-run: all
-	@CC="$(CC)" PYTHON=$(PYTHON) OPENMP="$(OPENMP)" GEMM_FLAGS="$(GEMM_FLAGS)" GEMM_LIBS="$(GEMM_LIBS)" dev/test/run.sh
+	@CC="$(CC)" PYTHON=$(PYTHON) OPENMP="$(OPENMP_FLAGS)" GEMM_FLAGS="$(GEMM_FLAGS)" GEMM_LIBS="$(GEMM_LIBS)" dev/test/run.sh
 
 test-long: deps $(PYTHON) all
-	@CC="$(CC)" PYTHON=$(PYTHON) OPENMP="$(OPENMP)" GEMM_FLAGS="$(GEMM_FLAGS)" GEMM_LIBS="$(GEMM_LIBS)" dev/test/run.sh --long
+	@CC="$(CC)" PYTHON=$(PYTHON) OPENMP="$(OPENMP_FLAGS)" GEMM_FLAGS="$(GEMM_FLAGS)" GEMM_LIBS="$(GEMM_LIBS)" dev/test/run.sh --long
 
 test-hf: all
 	@dev/test/hf/run.sh
