@@ -379,11 +379,11 @@ void note_poll(const void* p, void* pc) {
     if (++t->polls >= 4 || ++t->polls_of_any % 64 == 0) poll();
 }
 
-void atomic_access(const void* p, size_t n, bool write, void* pc) {
+void atomic_access(const void* p, size_t n, AtomicKind kind, void* pc) {
     if (!cur) return;
     if ((uintptr_t)p % n) report("misaligned", pc, nullptr, "an atomic of %zu bytes at address %p", n, p);
     note_poll(p, pc);                                  // before the checker looks: another thread may run in between
-    check_atomic(p, n, write, pc);
+    check_atomic(p, n, kind, pc);
 }
 
 void fence(bool device_wide, void*) {
@@ -401,7 +401,6 @@ void trap(const char* f, int l) {
 // ---------------------------------------------------------------- the end of a thread, of a block, of a launch
 static void thread_exit(Thread* t) {
     Block* b = worker->block;
-    if (checking) check_thread_exit(t);
     t->done = true;
     t->copies.clear();
     b->alive--;

@@ -19,7 +19,7 @@ namespace emu {
 const bool checking = true;
 
 // ---------------------------------------------------------------- shadow memory
-const int ATOMIC = 1, WRITTEN = 2, VOLATILE = 4, FENCED = 8, POLLED = 16;
+const int ATOMIC = 1, WRITTEN = 2, VOLATILE = 4, FENCED = 8, POLLED = 16, SWAP = 64;
 struct Record {                  // one access; pc 0: none
     uint32_t op, block;
     uint16_t thread;
@@ -352,15 +352,25 @@ static void settle_now() {
 }
 static inline void settle() { if (__builtin_expect(any_pending, 0)) settle_now(); }
 
-static void conflict(const Region& g, const Record& r, const Actor& me, bool write, uintptr_t a, size_t n, void* pc) {
+// A compare-and-swap loop may begin with a plain read: the swap checks the guess. Such a read stands just above it.
+static bool guess_for_swap(const Record& r, const Record& mine) {
+    const Record &read = r.flags & WRITTEN ? mine : r, &swap = r.flags & WRITTEN ? r : mine;
+    if (read.flags & WRITTEN || !(swap.flags & SWAP)) return false;
+    std::string a = where((void*)(uintptr_t)read.pc), b = where((void*)(uintptr_t)swap.pc);
+    size_t colon = a.rfind(':');
+    if (colon == std::string::npos || b.compare(0, colon + 1, a, 0, colon + 1)) return false;
+    int distance = atoi(b.c_str() + colon + 1) - atoi(a.c_str() + colon + 1);
+    return distance >= 0 && distance <= 8;
+}
+
+static void conflict(const Region& g, const Record& r, const Record& mine, const Actor& me, uintptr_t a, size_t n) {
+    if (guess_for_swap(r, mine)) return;
+    bool write = mine.flags & WRITTEN;
+    void* pc = (void*)(uintptr_t)mine.pc;
     const char* before = r.flags & WRITTEN ? "written" : "read";
     std::string text = std::string(write ? "a write to " : "a read of ") + text_of(g) + " memory that was " + before + " by " + other_side(r, me) +
                        " at " + where((void*)(uintptr_t)r.pc);
     text += r.op != me.op ? "" : write ? (r.flags & WRITTEN ? " (write after write)" : " (write after read)") : " (read after write)";
-    if (!write && me.thread && r.flags & ATOMIC && r.flags & WRITTEN && r.op == me.op && me.thread->guesses.size() < 8) {
-        me.thread->guesses.push_back({a, pc, (void*)(uintptr_t)r.pc, kind_of(r, me), text});
-        return;
-    }
     if (!write || !me.thread) {
         report(kind_of(r, me), pc, (void*)(uintptr_t)r.pc, "%s", text.c_str());
         return;
@@ -373,8 +383,6 @@ static void conflict(const Region& g, const Record& r, const Actor& me, bool wri
 }
 
 // ---------------------------------------------------------------- one cell
-static const Region* region_of(uintptr_t a);
-
 // Atomic and volatile accesses do not race with each other, except that lanes of a warp which exchange data through
 // volatile shared memory with neither __syncwarp nor fence rely on lockstep execution, which is gone since Volta.
 static bool tolerated(const Record& r, const Record& mine, bool shared) {
@@ -385,28 +393,6 @@ static bool tolerated(const Record& r, const Record& mine, bool shared) {
 
 static inline bool clash(const Record& r, const Record& mine, const Actor& me, bool shared) {
     return r.pc && !tolerated(r, mine, shared) && !ordered(r, me, shared);
-}
-
-// A plain read of what other threads change atomically is a race, unless it was the first guess of a compare-and-swap
-// loop: the swap checks it. So such reads are reported when the thread ends.
-void before_cas(const void* p, size_t n) {
-    Thread* t = this_thread();
-    if (!t) return;
-    for (size_t i = 0; i < t->guesses.size();) {
-        if (t->guesses[i].at - (uintptr_t)p < n) t->guesses.erase(t->guesses.begin() + (long)i);
-        else i++;
-    }
-    const Region* g = region_of((uintptr_t)p);
-    if (!g) return;
-    for (size_t k = 0; k < n; k += 4) {                // nor does it conflict with a later swap
-        Cell* c = g->cells + ((uintptr_t)p + k - g->base) / 4;
-        for (Record& r : c->r) if (r.thread == t->linear && r.block == (uint32_t)worker->block->linear && !(r.flags & WRITTEN)) r.flags |= ATOMIC;
-    }
-}
-
-void check_thread_exit(Thread* t) {
-    for (Guess& g : t->guesses) report(g.kind, g.pc, g.other, "%s", g.text.c_str());
-    t->guesses.clear();
 }
 
 // Keeps a read among those a later write may conflict with. Two places: prefer different blocks, then different warps.
@@ -428,14 +414,13 @@ static bool same_access(const Record& a, const Record& b) {
 
 static void visit(Cell* c, const Region& g, const Record& mine, const Actor& me, uintptr_t a, size_t n) {
     bool write = mine.flags & WRITTEN;
-    void* pc = (void*)(uintptr_t)mine.pc;
     if (!write && same_access(c->r[0], mine) && !(c->w.flags & ATOMIC)) return;
-    if (clash(c->w, mine, me, g.shared)) conflict(g, c->w, me, write, a, n, pc);
+    if (clash(c->w, mine, me, g.shared)) conflict(g, c->w, mine, me, a, n);
     if (!write) {
         remember(c, mine, me, g.shared);
         return;
     }
-    for (Record& r : c->r) if (clash(r, mine, me, g.shared)) conflict(g, r, me, write, a, n, pc);
+    for (Record& r : c->r) if (clash(r, mine, me, g.shared)) conflict(g, r, mine, me, a, n);
     // What came before is ordered with this write, or was reported. Earlier atomics need no place of their own: whoever is
     // ordered after the last one sees them all.
     c->w = mine;
@@ -667,10 +652,10 @@ static void through_volatile(const void* p, size_t n, bool write, void* pc) {
     else look_at_flag(t, (uintptr_t)p);
 }
 
-void check_atomic(const void* p, size_t n, bool write, void* pc) {
-    access((uintptr_t)p, n, ATOMIC | READ | (write ? WRITTEN : 0), pc);
+void check_atomic(const void* p, size_t n, AtomicKind kind, void* pc) {
+    access((uintptr_t)p, n, ATOMIC | READ | (kind == ATOMIC_LOAD ? 0 : WRITTEN) | (kind == ATOMIC_CAS ? SWAP : 0), pc);
     look_at_flag(this_thread(), (uintptr_t)p);
-    if (write) set_flag(this_thread(), (uintptr_t)p, false);
+    if (kind != ATOMIC_LOAD) set_flag(this_thread(), (uintptr_t)p, false);
 }
 
 void check_touch(const void* p, size_t n, bool write, void* pc) { plain(p, n, write, pc); }
@@ -917,7 +902,7 @@ void* __tsan_memset(void* d, int v, size_t n) {
     return memset(d, v, n);
 }
 static void through_atomic(const volatile void* p, size_t n, bool write, void* pc) {
-    if (cur) atomic_access((const void*)p, n, write, pc);
+    if (cur) atomic_access((const void*)p, n, write ? ATOMIC_WRITE : ATOMIC_LOAD, pc);
 }
 #define ATOMIC_OP(N, T, name, builtin) \
     T __tsan_atomic##N##_##name(volatile T* p, T v, int) { through_atomic(p, N / 8, true, RET); return builtin(p, v, __ATOMIC_SEQ_CST); }

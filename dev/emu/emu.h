@@ -93,8 +93,8 @@ void warp_op(unsigned mask, const char* what, void* arg, Done done, const char* 
 void syncwarp(unsigned mask, const char* f, int l);
 unsigned activemask(const char* f, int l);
 void fence(bool device_wide, void* pc);
-void atomic_access(const void* p, size_t n, bool write, void* pc);   // the checker's and the spin detector's view of an atomic
-void before_cas(const void* p, size_t n);              // an earlier plain read of this thread was only a guess
+enum AtomicKind { ATOMIC_LOAD, ATOMIC_WRITE, ATOMIC_CAS };
+void atomic_access(const void* p, size_t n, AtomicKind kind, void* pc);   // the checker's and the spin detector's view of an atomic
 extern __thread bool quiet;                            // the checker looks away
 void poll();                                           // the thread waits for another one: let others run
 [[noreturn]] void trap(const char* f, int l);
@@ -143,9 +143,9 @@ template <size_t N> struct Bits;
 template <> struct Bits<2> { using type = uint16_t; };
 template <> struct Bits<4> { using type = uint32_t; };
 template <> struct Bits<8> { using type = uint64_t; };
-template <class T, class F> inline __attribute__((no_sanitize("thread"))) T atomic_update(T* p, F op, void* pc) {
+template <AtomicKind K = ATOMIC_WRITE, class T, class F> inline __attribute__((no_sanitize("thread"))) T atomic_update(T* p, F op, void* pc) {
     using U = typename Bits<sizeof(T)>::type;
-    atomic_access(p, sizeof(T), true, pc);
+    atomic_access(p, sizeof(T), K, pc);
     quiet = true;                                      // the arithmetic in between is part of the atomic
     U before = __atomic_load_n((U*)p, __ATOMIC_RELAXED), after;
     T old;
@@ -240,9 +240,9 @@ EMU_ATOMIC(atomicOr, o | v)
 EMU_ATOMIC(atomicXor, o ^ v)
 EMU_ATOMIC(atomicInc, o >= v ? 0u : o + 1)
 EMU_ATOMIC(atomicDec, o == 0 || o > v ? v : o - 1)
-template <class T> EMU_HOOK T atomicCAS(T* p, emu::Same<T> c, emu::Same<T> v) { emu::before_cas(p, sizeof(T)); return emu::atomic_update(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
-template <class T> EMU_HOOK T atomicCAS_block(T* p, emu::Same<T> c, emu::Same<T> v) { emu::before_cas(p, sizeof(T)); return emu::atomic_update(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
-template <class T> EMU_HOOK T atomicCAS_system(T* p, emu::Same<T> c, emu::Same<T> v) { emu::before_cas(p, sizeof(T)); return emu::atomic_update(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
+template <class T> EMU_HOOK T atomicCAS(T* p, emu::Same<T> c, emu::Same<T> v) { return emu::atomic_update<emu::ATOMIC_CAS>(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
+template <class T> EMU_HOOK T atomicCAS_block(T* p, emu::Same<T> c, emu::Same<T> v) { return emu::atomic_update<emu::ATOMIC_CAS>(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
+template <class T> EMU_HOOK T atomicCAS_system(T* p, emu::Same<T> c, emu::Same<T> v) { return emu::atomic_update<emu::ATOMIC_CAS>(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
 #define EMU_LOAD(name) template <class T> inline T name(const T* p) { return *p; }
 EMU_LOAD(__ldg) EMU_LOAD(__ldcs) EMU_LOAD(__ldcg) EMU_LOAD(__ldca) EMU_LOAD(__ldlu) EMU_LOAD(__ldcv)
 #define EMU_STORE(name) template <class T> inline void name(T* p, emu::Same<T> v) { *p = v; }

@@ -53,7 +53,6 @@ bool failing(const char* function);                    // EMU_FAIL=cudaMalloc:7 
 struct Snapshot;                                       // checker: what a thread knew at a fence
 struct Acquired;                                       // checker: what it learnt through flags
 struct Block;
-struct Guess { uintptr_t at; void *pc, *other; const char* kind; std::string text; };
 struct Thread : ThreadId {
     Fiber* fiber;                // null until it first waits: threads that never wait share one fiber
     bool done;
@@ -69,7 +68,6 @@ struct Thread : ThreadId {
     uint32_t fence_clock;        // accesses up to here were followed by a device-wide fence
     std::shared_ptr<Snapshot> fence_device, fence_block;
     std::shared_ptr<Acquired> acquired;
-    std::vector<Guess> guesses;  // plain reads of what others change atomically: right if a compare-and-swap follows
 };
 struct Slot { unsigned mask, arrived; const char *what, *file; int line; void* arg[32]; Done done; };
 struct Warp {
@@ -154,11 +152,10 @@ void check_free(void* p, size_t n);
 void check_grid_begin(Grid& g);
 void check_block_begin(Block* b);
 void check_shared_alloc(Block* b, char* p, size_t n);
-void check_thread_exit(Thread* t);
 void check_barrier(Block* b);
 void check_syncwarp(Block* b, int warp, unsigned mask);
 void check_fence(bool device_wide);
-void check_atomic(const void* p, size_t n, bool write, void* pc);
+void check_atomic(const void* p, size_t n, AtomicKind kind, void* pc);
 void check_touch(const void* p, size_t n, bool write, void* pc);    // by the current thread
 void check_cp_issue(const CpAsync& c);
 void check_cp_land(const CpAsync& c);

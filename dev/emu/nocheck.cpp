@@ -7,12 +7,10 @@ void check_free(void*, size_t) {}
 void check_grid_begin(Grid&) {}
 void check_block_begin(Block*) {}
 void check_shared_alloc(Block*, char*, size_t) {}
-void before_cas(const void*, size_t) {}
-void check_thread_exit(Thread*) {}
 void check_barrier(Block*) {}
 void check_syncwarp(Block*, int, unsigned) {}
 void check_fence(bool) {}
-void check_atomic(const void*, size_t, bool, void*) {}
+void check_atomic(const void*, size_t, AtomicKind, void*) {}
 void check_touch(const void*, size_t, bool, void*) {}
 void check_lane_touch(Thread*, const void*, size_t, bool, void*) {}
 void check_cp_issue(const CpAsync&) {}
