@@ -2,15 +2,15 @@
 """Children's stories from a small grammar, as training data whose perfect loss is known exactly.
 
     python3 prepro/stories.py --show 3                                        look at some
-    python3 prepro/stories.py --out data/stories --documents 10000 --seed 1   train and val shards, tokenizer, manifest
+    python3 prepro/stories.py --out data/stories --documents 20000 --seed 1   train and val shards, tokenizer, manifest
     python3 prepro/stories.py --floor data/stories                            the loss that no model beats there
     python3 prepro/stories.py --parse samples.txt                             how many sentences are of the grammar?
 
 A story is a walk through STORY: at each node one edge is drawn (a sentence and the next node), then the sentence's
 slots are filled. A slot is drawn uniformly the first time; after that it is remembered: the hero keeps her name and
-gets her pronouns, the friend is never an animal of the hero's kind, and what was found in the second sentence comes
-back later. No two edges of a node can write the same sentence, so a parser can retrace the walk, and -log p of a story
-is the sum over its draws. That is what the floor adds up: see `floor`. Standard library only.
+gets her pronouns, and what was found in the second sentence comes back later and decides what can be done with it. No
+two edges of a node can write the same sentence, so a parser can retrace the walk, and -log p of a story is the sum over
+its draws. That is what the floor adds up: see `floor`. Standard library only.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from shards import ByteTokenizer, EOT, Error, OutputFolder, add_output_options, 
 GIRLS = "Ada Ella Lily Rosa Wanda Zoe".split()
 BOYS = "Ben Finn Hugo Max Otto Tom".split()
 
-# hero or friend: where the hero lives
+# what the hero is, and where such an animal lives
 ANIMALS = {
     "bear": "in a mossy cave",
     "duck": "among the reeds",
@@ -52,7 +52,7 @@ THINGS = {
 SLOTS = {
     "name": GIRLS + BOYS,
     "animal": list(ANIMALS),
-    "friend": list(ANIMALS),  # never the hero's own kind: see Grammar.choices
+    "friend": "cat lamb pony robin toad wolf".split(),  # other kinds than the hero
     "thing": list(THINGS),
     "trait": "small brave shy merry clever sleepy".split(),
     "colour": "red blue golden silver yellow purple".split(),
@@ -74,7 +74,7 @@ DERIVED = {
     "kept": ("thing", lambda thing: THINGS[thing][2]),
 }
 
-# node: its edges, each (weight, sentence, next node). A story ends at END. The longest story has 255 bytes, so that
+# node: its edges, each (weight, sentence, next node). A story ends at END. The longest story has 230 bytes, so that
 # with its EOT it fits in a row of 256 tokens.
 STORY = {
     "open": [
@@ -92,6 +92,7 @@ STORY = {
         (1, "That night a {friend} got lost in {trouble}.", "help"),
         (1, "Nearby a {friend} was lost in {trouble}.", "help"),
         (1, "But at bedtime the {colour} {thing} was gone.", "gone"),
+        (1, "But soon {he} lost the {colour} {thing}.", "gone"),
     ],
     "give": [
         (1, "{name} gave the {friend} the {colour} {thing}.", "thanks"),
@@ -162,13 +163,6 @@ class Grammar:
             return sorted({rule(value) for value in self.slots[source]})
         return self.slots[slot]
 
-    def choices(self, slot, values):
-        """What a slot that is not decided yet may become, all equally likely."""
-        options = self.slots[slot]
-        if slot == "friend":
-            options = [o for o in options if o != values.get("animal")]
-        return options
-
     def derive(self, slot, values):
         """The value that earlier choices give to a slot, None where nothing is decided."""
         if slot in DERIVED:
@@ -195,7 +189,7 @@ class Grammar:
             for slot in self._in_order(edge):
                 value = self.derive(slot, filled)
                 if value is None:
-                    options = self.choices(slot, filled)
+                    options = self.slots[slot]
                     value = options[int(rng.random() * len(options))]
                     values[slot] = value
                     cost += math.log(len(options))
@@ -217,7 +211,7 @@ class Grammar:
             for slot in self._in_order(edge):
                 grown = []
                 for p, v in partial:
-                    options = self.choices(slot, v) if self.derive(slot, v) is None else [None]
+                    options = self.slots[slot] if self.derive(slot, v) is None else [None]
                     grown += [(p / len(options), v if o is None else dict(v, **{slot: o})) for o in options]
                 partial = grown
             for p, v in partial:
@@ -237,7 +231,7 @@ class Grammar:
                 if m[slot] != decided:
                     return None
             elif slot not in DERIVED:  # a derived slot whose source is unknown (after a wrong sentence) may be anything
-                options = self.choices(slot, after)
+                options = self.slots[slot]
                 if m[slot] not in options:
                     return None
                 cost += math.log(len(options))
@@ -421,7 +415,7 @@ def main():
     )
     what.add_argument("--floor", metavar="DIR", help="work out the floor of the val shards in a folder")
     what.add_argument("--show", type=int, metavar="N", help="print N stories")
-    parser.add_argument("--documents", type=int, default=10000, metavar="N", help="stories to train on (default 10000)")
+    parser.add_argument("--documents", type=int, default=20000, metavar="N", help="stories to train on (default 20000)")
     parser.add_argument("--val-documents", type=int, metavar="N", help="stories to validate on (default a fiftieth)")
     parser.add_argument("--seed", type=int, default=1, help="(default 1)")
     add_output_options(parser)

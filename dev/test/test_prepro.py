@@ -77,7 +77,7 @@ def small_grammar():
     """Two or three words a slot and every third edge: few enough stories to list them all."""
     slots = {name: words[:2] for name, words in stories.SLOTS.items()}
     slots["name"] = ["Lily", "Tom"]
-    slots["friend"] = slots["animal"] = ["mouse", "frog"]
+    slots["animal"] = ["mouse", "frog"]
     for slot in ("trait", "weather", "place", "food"):
         slots[slot] = slots[slot][:1]
     return stories.Grammar(slots)
@@ -155,8 +155,8 @@ def stories_agree_with_themselves():
 # --parse
 
 STORY = (
-    "Once there was a brave mouse named Lily. One sunny day she found a red bell. That night a frog got lost in deep "
-    "snow. So she rang the bell, and the frog followed the sound. Now the red bell hangs by the door."
+    "Once there was a brave mouse named Lily. One sunny day she found a red bell. That night a lamb got lost in deep "
+    "snow. So she rang the bell, and the lamb followed the sound. Now the red bell hangs by the door."
 )
 
 
@@ -171,9 +171,9 @@ def one_mistake_costs_one_sentence():
     for right, wrong in [
         ("she found", "he found"),
         ("Lily", "Lilly"),
-        ("the frog followed", "the bear followed"),
+        ("the lamb followed", "the pony followed"),
         ("rang the bell", "beat the drum"),
-        ("a frog", "a mouse"),
+        ("a lamb", "a mouse"),
         ("hangs by the door", "sings every Sunday"),
         ("Now the red", "Now the blue"),
         ("deep snow", "depe snow"),
@@ -181,7 +181,7 @@ def one_mistake_costs_one_sentence():
     ]:
         lines = verdict(STORY.replace(right, wrong), code=1)
         n = int(lines[-1].split()[0])
-        check(n == 4 or (n == 3 and right in ("a frog",)), f"{right} -> {wrong}: {lines}")
+        check(n == 4 or (n == 3 and right in ("a lamb",)), f"{right} -> {wrong}: {lines}")
         check(lines[-2] == "0 of 1 stories are whole", f"{lines}")
 
 
@@ -212,7 +212,7 @@ def stories_end_at_the_eot_or_an_empty_line():
 
 @test
 def the_exit_code_follows_the_share_asked_for():
-    text = "\n\n".join([STORY, STORY.replace("frog got", "frogg got")])
+    text = "\n\n".join([STORY, STORY.replace("lamb got", "lambb got")])
     check(verdict(text, "--min-share", "0.9", code=0)[-1] == "9 of 10 sentences parse", "9 of 10 is enough")
     verdict(text, "--min-share", "0.91", code=1)
 
