@@ -294,6 +294,33 @@ void check_barrier(Block* b) {
     }
 }
 
+// Lanes that fenced before a __syncwarp: whoever of them sets a flag afterwards publishes the stores of all.
+static void share_fences(Thread* lanes, unsigned mask, std::shared_ptr<Snapshot> Thread::*fence) {
+    uint32_t row[32] = {};
+    bool any = false;
+    for (int i = 0; i < 32; i++) {
+        if (!(mask >> i & 1) || !(lanes[i].*fence)) continue;
+        row[i] = (lanes[i].*fence)->clock;
+        any = true;
+    }
+    for (int i = 0; any && i < 32; i++) {
+        if (!(mask >> i & 1)) continue;
+        std::shared_ptr<Snapshot> s;
+        if (lanes[i].*fence) {
+            s = std::make_shared<Snapshot>(*(lanes[i].*fence));
+        } else {
+            s = std::make_shared<Snapshot>();
+            s->op = now_op;
+            s->block = (uint32_t)worker->block->linear;
+            s->thread = lanes[i].linear;
+            s->device_wide = fence == &Thread::fence_device;
+        }
+        for (int j = 0; j < 32; j++) s->row[j] = std::max(s->has_row ? s->row[j] : 0, row[j]);
+        s->has_row = true;
+        lanes[i].*fence = s;
+    }
+}
+
 void check_syncwarp(Block* b, int warp, unsigned mask) {
     Warp& w = b->warps[(size_t)warp];
     Thread* t = &b->threads[(size_t)warp * 32];
@@ -313,6 +340,8 @@ void check_syncwarp(Block* b, int warp, unsigned mask) {
         t[i].clock++;
         t[i].acquired = acquired;
     }
+    share_fences(t, mask, &Thread::fence_block);
+    share_fences(t, mask, &Thread::fence_device);
 }
 
 // ---------------------------------------------------------------- reports of conflicts
@@ -330,7 +359,8 @@ static const char* kind_of(const Record& r, const Actor& me) {
     return r.block != (uint32_t)(me.block ? me.block->linear : 0) ? "race between blocks" : "race";
 }
 
-// A store that does not change memory cannot be seen: it is no conflict. Whether it does is known at the next access.
+// Two threads may store the same value: the second store, which does not change memory, is no conflict. Whether it does
+// is known at the next access.
 struct Pending { uintptr_t a; size_t n; uint32_t before; std::string text; const char* kind; void *pc, *other; ThreadId* cur; Block* block; };
 static std::vector<Pending>& pending() { static auto* v = new std::vector<Pending>; return *v; }
 static bool any_pending;
@@ -371,7 +401,7 @@ static void conflict(const Region& g, const Record& r, const Record& mine, const
     std::string text = std::string(write ? "a write to " : "a read of ") + text_of(g) + " memory that was " + before + " by " + other_side(r, me) +
                        " at " + where((void*)(uintptr_t)r.pc);
     text += r.op != me.op ? "" : write ? (r.flags & WRITTEN ? " (write after write)" : " (write after read)") : " (read after write)";
-    if (!write || !me.thread) {
+    if (!write || !me.thread || !(r.flags & WRITTEN)) {
         report(kind_of(r, me), pc, (void*)(uintptr_t)r.pc, "%s", text.c_str());
         return;
     }
@@ -793,10 +823,9 @@ static void copied(void* d, const void* s, size_t n, void* pc) {
     host_ranges = (int)(in_copy().size() + never_written().size());
 }
 
-static void forget_host(void* p) {
+static void forget_host(void* p, void* pc) {
     if (!p || !host_ranges) return;
-    std::lock_guard<std::recursive_mutex> guard(host_lock);
-    cut_out(never_written(), (uintptr_t)p, malloc_usable_size(p));
+    host_plain((uintptr_t)p, malloc_usable_size(p), true, pc);       // giving memory away ends its use, as writing it would
 }
 
 // malloc and new inside a kernel give device memory.
@@ -841,27 +870,27 @@ void* emu__Znwm(size_t n) { return cur ? kernel_malloc(n) : ::operator new(n); }
 void* emu__Znam(size_t n) { return cur ? kernel_malloc(n) : ::operator new[](n); }
 void emu_free(void* p) {
     if (cuda_memory_freed(p, RET)) return;
-    forget_host(p);
+    forget_host(p, RET);
     free(p);
 }
 void emu__ZdlPv(void* p) {
     if (cuda_memory_freed(p, RET)) return;
-    forget_host(p);
+    forget_host(p, RET);
     ::operator delete(p);
 }
 void emu__ZdlPvm(void* p, size_t) {
     if (cuda_memory_freed(p, RET)) return;
-    forget_host(p);
+    forget_host(p, RET);
     ::operator delete(p);
 }
 void emu__ZdaPv(void* p) {
     if (cuda_memory_freed(p, RET)) return;
-    forget_host(p);
+    forget_host(p, RET);
     ::operator delete[](p);
 }
 void emu__ZdaPvm(void* p, size_t) {
     if (cuda_memory_freed(p, RET)) return;
-    forget_host(p);
+    forget_host(p, RET);
     ::operator delete[](p);
 }
 
