@@ -390,7 +390,7 @@ static bool guess_for_swap(const Record& r, const Record& mine) {
     size_t colon = a.rfind(':');
     if (colon == std::string::npos || b.compare(0, colon + 1, a, 0, colon + 1)) return false;
     int distance = atoi(b.c_str() + colon + 1) - atoi(a.c_str() + colon + 1);
-    return distance >= 0 && distance <= 8;
+    return distance >= 0 && distance <= 24;
 }
 
 static void conflict(const Region& g, const Record& r, const Record& mine, const Actor& me, uintptr_t a, size_t n) {

@@ -14,7 +14,7 @@ struct thread_block {
 };
 inline thread_block this_thread_block() { return {}; }
 
-template <unsigned N, class Parent = void> struct thread_block_tile {
+template <unsigned N> struct thread_block_tile {
     static_assert(N >= 1 && N <= 32 && (N & (N - 1)) == 0, "a tile has 1, 2, 4, 8, 16 or 32 threads");
     static unsigned thread_rank() { return (unsigned)::emu::cur->lane % N; }
     static unsigned meta_group_rank() { return (unsigned)::emu::cur->linear / N; }
@@ -33,7 +33,7 @@ template <unsigned N, class Parent = void> struct thread_block_tile {
     static int all(int p, EMU_AT) { return __all_sync(mask(), p, f, l); }
     template <class T> static unsigned match_any(T v, EMU_AT) { return shift(__match_any_sync(mask(), v, f, l)); }
 };
-template <unsigned N, class P> inline thread_block_tile<N, P> tiled_partition(const P&) { return {}; }
+template <unsigned N, class Group> inline thread_block_tile<N> tiled_partition(const Group&) { return {}; }
 
 struct coalesced_group {
     unsigned lanes;

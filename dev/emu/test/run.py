@@ -77,13 +77,13 @@ def fault_tests(name, cc):
 def rewrite(text):
     out = translate(text)
     need(out.count("\n") == text.count("\n"), "lines were added or lost: %r" % out)
-    return re.sub(" +", " ", out)
+    return re.sub(r"\s+", " ", out)
 
 
 def translator_launches():
     need('Launch("k<2,(3>2)>", g, b)' in rewrite("k<2, (3>2)><<<g, b>>>(x);"), "nested template arguments")
     need("table[i](emu_a...)" in rewrite("table[i]<<<1, 2>>>();"), "an element of a table")
-    need("ns::k<T>(emu_a...)" in rewrite("ns::k<T>\n<<<1,\n 2>>>\n(a,\n b);"), "over several lines")
+    need("ns::k<T> (emu_a...)" in rewrite("ns::k<T>\n<<<1,\n 2>>>\n(a,\n b);"), "over several lines")
     need("nullptr" in rewrite("k<<<1, 2>>>(__null);"), "NULL as an argument")
     need("p->k(emu_a...)" in rewrite("p->k<<<1, 1>>>(1);"), "a member pointer")
     need('"<<<1>>>("' in rewrite('f("<<<1>>>(");'), "inside a string")
@@ -95,7 +95,7 @@ def translator_declarations():
     need("typedef float emu_t_a [4][5];" in rewrite("{ __emu_shared__ float a[4][5]; }"), "an array")
     need("(float *)" not in rewrite("{ __emu_shared__ float a[4], b; }") and "emu_t_b" in rewrite("{ __emu_shared__ float a[4], b; }"), "two declarators")
     need("dynamic_smem((size_t)(16))" in rewrite("{ extern __emu_shared__ __attribute__((aligned(16))) char s[]; }"), "alignment")
-    need(rewrite("{ extern __emu_shared__ \n# 7 \"f.cu\" 3\n char\n# 7 \"f.cu\"\n s[]; }").endswith('\n# 7 "f.cu"\n }'), "line marks of macros")
+    need(translate("{ extern __emu_shared__ \n# 7 \"f.cu\" 3\n char\n# 7 \"f.cu\"\n s[]; }").endswith('\n# 7 "f.cu"\n }'), "line marks of macros")
     need('section("emu_device")' in rewrite("__emu_device__ int x = 3;") and "section" not in rewrite("__emu_device__ int f(int x = 3) { return x; }"), "variable or function")
     need("section" not in rewrite("template <class T> __emu_device__ inline T f() { return T{}; }"), "a template function")
     need("Kernel emu_kernel = {(int)(N / 2)}" in rewrite("__emu_global__ void __emu_launch_bounds__(N / 2, 3) k(int n) { }"), "launch bounds")
