@@ -1,5 +1,6 @@
-// PTX instructions as small functions: the only inline assembly of the project, each beside its emulated twin (dev/emu).
-// All pointers are generic; conversion to shared-memory addresses happens inside, so that the emulator sees real ones.
+// PTX instructions as small functions: the only inline assembly of the project, each beside its emulated twin
+// (dev/emu). All pointers are generic; conversion to shared-memory addresses happens inside, so that the emulator sees
+// real ones.
 #ifndef LLMC_PTX_CUH
 #define LLMC_PTX_CUH
 #include <stdint.h>
@@ -11,23 +12,37 @@ __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cv
 
 // d (16x8) += a (16x16, rows) b (16x8, columns), bf16 in, fp32 accumulation; every lane of the warp takes part
 __device__ inline void mma16816(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // ldmatrix: one, two or four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8,
 // 16-byte aligned. With t: transposed on the way.
 __device__ inline void ldsm1(uint32_t (&r)[1], const void* p) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(shared_address(p)) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
+                 : "=r"(r[0])
+                 : "r"(shared_address(p))
+                 : "memory");
 }
 __device__ inline void ldsm1t(uint32_t (&r)[1], const void* p) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(shared_address(p)) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
+                 : "=r"(r[0])
+                 : "r"(shared_address(p))
+                 : "memory");
 }
 __device__ inline void ldsm2(uint32_t (&r)[2], const void* p) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(shared_address(p)) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(shared_address(p))
+                 : "memory");
 }
 __device__ inline void ldsm2t(uint32_t (&r)[2], const void* p) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(shared_address(p)) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(shared_address(p))
+                 : "memory");
 }
 __device__ inline void ldsm4(uint32_t (&r)[4], const void* p) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -38,16 +53,22 @@ __device__ inline void ldsm4t(uint32_t (&r)[4], const void* p) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
 }
 
-// cp.async: global -> shared without registers. Where inside is false zeros are written and src is not read (but keep it
-// a valid address). The data are there for this thread after commit and wait, for others after a barrier as well.
+// cp.async: global -> shared without registers. Where inside is false zeros are written and src is not read (but keep
+// it a valid address). The data are there for this thread after commit and wait, for others after a barrier as well.
 __device__ inline void cpa16(void* dst, const void* src, bool inside = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(dst)), "l"(src), "r"(inside ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src),
+                 "r"(inside ? 16 : 0)
+                 : "memory");
 }
 __device__ inline void cpa8(void* dst, const void* src, bool inside = true) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(shared_address(dst)), "l"(src), "r"(inside ? 8 : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(dst)), "l"(src),
+                 "r"(inside ? 8 : 0)
+                 : "memory");
 }
 __device__ inline void cpa4(void* dst, const void* src, bool inside = true) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(shared_address(dst)), "l"(src), "r"(inside ? 4 : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(dst)), "l"(src),
+                 "r"(inside ? 4 : 0)
+                 : "memory");
 }
 __device__ inline void cpa_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // waits until at most N of this thread's committed groups are in flight
@@ -78,9 +99,15 @@ inline void ldsm2(uint32_t (&r)[2], const void* p, EMU_AT) { emu::ldmatrix(r, p,
 inline void ldsm2t(uint32_t (&r)[2], const void* p, EMU_AT) { emu::ldmatrix(r, p, 2, true, f, l); }
 inline void ldsm4(uint32_t (&r)[4], const void* p, EMU_AT) { emu::ldmatrix(r, p, 4, false, f, l); }
 inline void ldsm4t(uint32_t (&r)[4], const void* p, EMU_AT) { emu::ldmatrix(r, p, 4, true, f, l); }
-inline void cpa16(void* dst, const void* src, bool inside = true) { emu::cp_async(dst, src, inside ? 16 : 0, inside ? 0 : 16); }
-inline void cpa8(void* dst, const void* src, bool inside = true) { emu::cp_async(dst, src, inside ? 8 : 0, inside ? 0 : 8); }
-inline void cpa4(void* dst, const void* src, bool inside = true) { emu::cp_async(dst, src, inside ? 4 : 0, inside ? 0 : 4); }
+inline void cpa16(void* dst, const void* src, bool inside = true) {
+    emu::cp_async(dst, src, inside ? 16 : 0, inside ? 0 : 16);
+}
+inline void cpa8(void* dst, const void* src, bool inside = true) {
+    emu::cp_async(dst, src, inside ? 8 : 0, inside ? 0 : 8);
+}
+inline void cpa4(void* dst, const void* src, bool inside = true) {
+    emu::cp_async(dst, src, inside ? 4 : 0, inside ? 0 : 4);
+}
 inline void cpa_commit() { emu::cp_commit(); }
 template <int N> inline void cpa_wait() { emu::cp_wait(N); }
 inline void cpa_wait_all() { emu::cp_wait(-1); }

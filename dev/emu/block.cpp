@@ -1,7 +1,7 @@
-// The execution engine: runs the blocks of one launch. Every CUDA thread is a fiber that starts late: a thread that never
-// waits costs no switch, one that waits keeps its stack and the next thread begins on another.
-// The schedule is greedy: a warp runs until all its lanes wait. That is the largest skew between warps the barriers allow,
-// so what a missing barrier would have protected really goes wrong.
+// The execution engine: runs the blocks of one launch. Every CUDA thread is a fiber that starts late: a thread that
+// never waits costs no switch, one that waits keeps its stack and the next thread begins on another. The schedule is
+// greedy: a warp runs until all its lanes wait. That is the largest skew between warps the barriers allow, so what a
+// missing barrier would have protected really goes wrong.
 #include <omp.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -79,8 +79,8 @@ static inline void make_ready(Block* b, int warp, unsigned lanes) {
     b->poll_rounds = 0;
 }
 
-// The lanes of a warp that ask for __activemask get their answer when no other lane of it can run: those at the same line
-// are the ones that are together.
+// The lanes of a warp that ask for __activemask get their answer when no other lane of it can run: those at the same
+// line are the ones that are together.
 static bool answer_activemask(Block* b, int warp) {
     Warp& w = b->warps[warp];
     if (!w.asking) return false;
@@ -120,7 +120,8 @@ static inline Thread* pick(Block* b) {
             if (wake_pollers(b)) continue;
             return nullptr;
         }
-        if (!(b->ready >> c & 1) || (options().order == ORDER_RANDOM && (next_random(b) & 7) == 0)) b->warp = c = choose(b, b->ready);
+        if (!(b->ready >> c & 1) || (options().order == ORDER_RANDOM && (next_random(b) & 7) == 0))
+            b->warp = c = choose(b, b->ready);
         int l = choose(b, b->lanes[c]);
         b->lanes[c] &= ~(1u << l);
         if (!b->lanes[c]) b->ready &= ~(1u << c);
@@ -181,7 +182,8 @@ static void divergent_barrier(Block* b) {
     Thread *a = b->first_arrived, *c = b->mismatch;
     report_at("divergent barrier", c->wait_file, c->wait_line,
               "thread %s waits here, thread %s at %s:%d; a barrier needs all threads of the block at the same place",
-              thread_name(c->linear, blockDim).c_str(), thread_name(a->linear, blockDim).c_str(), a->wait_file, a->wait_line);
+              thread_name(c->linear, blockDim).c_str(), thread_name(a->linear, blockDim).c_str(), a->wait_file,
+              a->wait_line);
 }
 
 static void release_barrier(Block* b) {
@@ -266,7 +268,8 @@ void warp_op(unsigned mask, const char* what, void* arg, Done done, const char* 
     t->wait_file = f;
     t->wait_line = l;
     if (!(mask >> t->lane & 1)) {
-        report_at("lane not in its mask", f, l, "lane %d calls %s with mask %08x, which does not contain it", t->lane, what, mask);
+        report_at("lane not in its mask", f, l, "lane %d calls %s with mask %08x, which does not contain it", t->lane,
+                  what, mask);
         mask |= 1u << t->lane;
     }
     Slot& s = find_slot(w, mask, what, done, f, l, t->lane);
@@ -285,7 +288,9 @@ static void syncwarp_done(void** args, unsigned arrived) {
     check_syncwarp(worker->block, this_thread()->warp, arrived);
 }
 
-void syncwarp(unsigned mask, const char* f, int l) { warp_op(mask, "__syncwarp", nullptr, checking ? syncwarp_done : nothing, f, l); }
+void syncwarp(unsigned mask, const char* f, int l) {
+    warp_op(mask, "__syncwarp", nullptr, checking ? syncwarp_done : nothing, f, l);
+}
 
 struct ReduceArg { int64_t v, r; RedOp op; };
 static int64_t combine(RedOp op, int64_t a, int64_t b) {
@@ -298,7 +303,8 @@ static int64_t combine(RedOp op, int64_t a, int64_t b) {
         default: return a | b;
     }
 }
-template <int OP> static void reduce_done(void** args, unsigned arrived) {      // a function for each op: the slots compare them
+template <int OP>
+static void reduce_done(void** args, unsigned arrived) {    // a function for each op: the slots compare them
     int64_t r = 0;
     bool first = true;
     for (int l = 0; l < 32; l++) {
@@ -327,10 +333,18 @@ static void match_all_done(void** args, unsigned arrived) {
 }
 
 int64_t reduce(unsigned mask, int64_t v, RedOp op, const char* f, int l) {
-    static const Done done[] = {reduce_done<RED_ADD>, reduce_done<RED_MIN>, reduce_done<RED_MAX>, reduce_done<RED_AND>, reduce_done<RED_OR>,
-                                reduce_done<RED_XOR>, reduce_done<RED_BALLOT>, match_any_done, match_all_done};
-    static const char* name[] = {"__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync", "__all_sync or __reduce_and_sync",
-                                 "__any_sync or __reduce_or_sync", "__reduce_xor_sync", "__ballot_sync", "__match_any_sync", "__match_all_sync"};
+    static const Done done[] = {reduce_done<RED_ADD>,    reduce_done<RED_MIN>, reduce_done<RED_MAX>,
+                                reduce_done<RED_AND>,    reduce_done<RED_OR>,  reduce_done<RED_XOR>,
+                                reduce_done<RED_BALLOT>, match_any_done,       match_all_done};
+    static const char* name[] = {"__reduce_add_sync",
+                                 "__reduce_min_sync",
+                                 "__reduce_max_sync",
+                                 "__all_sync or __reduce_and_sync",
+                                 "__any_sync or __reduce_or_sync",
+                                 "__reduce_xor_sync",
+                                 "__ballot_sync",
+                                 "__match_any_sync",
+                                 "__match_all_sync"};
     ReduceArg x{v, 0, op};
     warp_op(mask, name[op], &x, done[op], f, l);
     return x.r;
@@ -343,7 +357,8 @@ void absent_lane(const char* what, int lane, int src, unsigned mask) {
     ThreadId* me = cur;
     cur = t;
     report_at("absent lane", t->wait_file, t->wait_line,
-              "%s: lane %d reads lane %d, which does not take part (lanes %08x do); the value is undefined", what, lane, src, mask);
+              "%s: lane %d reads lane %d, which does not take part (lanes %08x do); the value is undefined", what, lane,
+              src, mask);
     cur = me;
 }
 
@@ -439,7 +454,9 @@ static void report_deadlock(Block* b) {
     for (Thread& t : b->threads) {
         if (t.done || (first && t.wait_line == first->wait_line && t.wait_what == first->wait_what)) continue;
         if (!first) first = &t;
-        if (shown++ < 6) list += "\nemu:     thread " + thread_name(t.linear, blockDim) + " waits in " + t.wait_what + " at " + t.wait_file + ":" + std::to_string(t.wait_line);
+        if (shown++ < 6)
+            list += "\nemu:     thread " + thread_name(t.linear, blockDim) + " waits in " + t.wait_what + " at " +
+                    t.wait_file + ":" + std::to_string(t.wait_line);
     }
     report_at("deadlock", first->wait_file, first->wait_line, "block %s: no thread can run, %d wait, %zu have exited%s",
               block_name(b->linear, gridDim).c_str(), b->alive, b->threads.size() - (size_t)b->alive, list.c_str());
@@ -466,7 +483,8 @@ static void check_static_total(Block* b) {
     size_t total = b->static_bytes + g->config.smem;
     size_t most = g->dynamic_limit > limits().smem_block ? limits().smem_optin : limits().smem_block;
     if (b->static_bytes <= limits().smem_block && total <= most) return;
-    report_at("launch limits", g->config.file, g->config.line, "%zu bytes of static and %zu of dynamic shared memory are more than the %zu a block may have",
+    report_at("launch limits", g->config.file, g->config.line,
+              "%zu bytes of static and %zu of dynamic shared memory are more than the %zu a block may have",
               b->static_bytes, g->config.smem, b->static_bytes > limits().smem_block ? limits().smem_block : most);
     set_error(cudaErrorInvalidValue);
     abandon_launch();
@@ -498,7 +516,8 @@ static Block* take_block(Worker* w) {
         return b;
     }
     Block* b = new Block();
-    b->shared = (char*)mmap(nullptr, SHARED_ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    b->shared =
+        (char*)mmap(nullptr, SHARED_ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (b->shared == MAP_FAILED) fatal("no memory for a block's shared memory");
     return b;
 }
@@ -558,7 +577,8 @@ static void start_block(Worker* w, Grid& g, Block* b, long linear) {
     if (options().order == ORDER_REVERSE) linear = g.blocks - 1 - linear;
     b->grid = &g;
     b->linear = linear;
-    b->index = make_uint3((unsigned)(linear % c.grid.x), (unsigned)(linear / c.grid.x % c.grid.y), (unsigned)(linear / c.grid.x / c.grid.y));
+    b->index = make_uint3((unsigned)(linear % c.grid.x), (unsigned)(linear / c.grid.x % c.grid.y),
+                          (unsigned)(linear / c.grid.x / c.grid.y));
     init_threads(b, c);
     init_warps(b);
     b->asking = 0;
@@ -609,12 +629,14 @@ static void report_endless_polling(std::vector<Block*>& active) {
             worker->block = b;
             blockIdx = b->index;
             cur = &t;
-            report("endless wait", t.polled_pc, nullptr, "every thread that could run polls for a value that no thread can write any more");
+            report("endless wait", t.polled_pc, nullptr,
+                   "every thread that could run polls for a value that no thread can write any more");
             cur = nullptr;
             return;
         }
     }
-    report_at("endless wait", active[0]->grid->config.file, active[0]->grid->config.line, "every thread that could run only sleeps and polls");
+    report_at("endless wait", active[0]->grid->config.file, active[0]->grid->config.line,
+              "every thread that could run only sleeps and polls");
 }
 
 static double seconds() {

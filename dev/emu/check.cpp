@@ -1,8 +1,10 @@
 // The checker. Programs built with --check are compiled with -fsanitize=thread, but the functions the compiler calls at
-// every access are ours: because we know the barriers, fences and streams, we can tell exactly which accesses are ordered.
+// every access are ours: because we know the barriers, fences and streams, we can tell exactly which accesses are
+// ordered.
 //
-// Every 4 bytes of device and shared memory have a cell with the last write and up to two reads that later accesses might
-// conflict with (FastTrack, Flanagan and Freund 2009, with barriers instead of vector clocks). Two accesses are ordered if
+// Every 4 bytes of device and shared memory have a cell with the last write and up to two reads that later accesses
+// might conflict with (FastTrack, Flanagan and Freund 2009, with barriers instead of vector clocks). Two accesses are
+// ordered if
 //  - the same thread makes them, or a barrier or __syncwarp of both lies between;
 //  - one thread fenced and then set a flag (an atomic or volatile store) which the other has seen;
 //  - they belong to different operations (kernels, copies, the host) which streams, events or waits put in order.
@@ -32,7 +34,10 @@ struct Region { uintptr_t base; size_t size; uint8_t* state; Cell* cells; bool s
 
 static Region arena;
 static size_t arena_top;
-static std::vector<Region>& variables() { static auto* v = new std::vector<Region>; return *v; }   // __device__, __constant__, __managed__
+static std::vector<Region>& variables() {
+    static auto* v = new std::vector<Region>;
+    return *v;
+}    // __device__, __constant__, __managed__
 static uintptr_t variables_low = ~(uintptr_t)0, variables_high;
 static Cell (*split_pool)[4];
 static uint32_t split_used = 1;
@@ -46,7 +51,8 @@ extern char __start_emu_managed[] __attribute__((weak)), __stop_emu_managed[] __
 }
 
 template <class T> static T* reserve(size_t count) {   // address space only: pages come when touched
-    void* p = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* p =
+        mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return p == MAP_FAILED ? nullptr : (T*)p;
 }
 
@@ -63,7 +69,8 @@ static void add_variables(char* from, char* to, uint8_t state, const char* name)
 
 __attribute__((constructor(101))) static void start() {
     for (size_t size = 64ull << 30; size >= 1ull << 30; size /= 2) {
-        arena = {(uintptr_t)reserve<char>(size), size, reserve<uint8_t>(size), reserve<Cell>(size / 4), false, "global"};
+        arena = {(uintptr_t)reserve<char>(size), size,  reserve<uint8_t>(size),
+                 reserve<Cell>(size / 4),        false, "global"};
         if (arena.base && arena.state && arena.cells) break;
     }
     if (!arena.base || !arena.cells) fatal("the checker cannot reserve its shadow memory (ulimit -v?)");
@@ -77,7 +84,8 @@ void* check_malloc(size_t n, MemoryKind kind) {
     size_t gap = std::min(std::max(n, (size_t)65536), (size_t)1 << 30);          // a stray index hits nobody's memory
     size_t at = (arena_top + gap + 255) & ~(size_t)255;
     if (at + n + gap > arena.size) {
-        fprintf(stderr, "emu: the checker's %zu GiB of addresses are used up (freed ones are not given out again)\n", arena.size >> 30);
+        fprintf(stderr, "emu: the checker's %zu GiB of addresses are used up (freed ones are not given out again)\n",
+                arena.size >> 30);
         return nullptr;
     }
     arena_top = at + n;
@@ -129,7 +137,10 @@ struct Snapshot {                // what a thread knew when it fenced
     std::shared_ptr<std::vector<uint32_t>> fences;
     std::shared_ptr<Acquired> own, of_block;
 };
-struct Log { std::vector<std::shared_ptr<Snapshot>> entries; std::unordered_map<uint32_t, std::vector<size_t>> by_block; };
+struct Log {
+    std::vector<std::shared_ptr<Snapshot>> entries;
+    std::unordered_map<uint32_t, std::vector<size_t>> by_block;
+};
 static std::unordered_map<uintptr_t, std::shared_ptr<Log>>& flags_seen() {
     static auto* m = new std::unordered_map<uintptr_t, std::shared_ptr<Log>>;
     return *m;
@@ -234,7 +245,9 @@ static bool log_tells(const Log& log, size_t entries, const Record& r, bool othe
     if (depth == 0) return false;
     for (size_t i = 0; i < entries; i++) {             // what those who set the flag had learnt from other flags
         const Snapshot& s = *log.entries[i];
-        if ((s.own && tells(s.own.get(), r, other_block, depth - 1)) || (s.of_block && tells(s.of_block.get(), r, other_block, depth - 1))) return true;
+        if ((s.own && tells(s.own.get(), r, other_block, depth - 1)) ||
+            (s.of_block && tells(s.of_block.get(), r, other_block, depth - 1)))
+            return true;
     }
     return false;
 }
@@ -349,7 +362,9 @@ static const char* text_of(const Region& r) { return r.shared ? "shared" : r.nam
 
 static std::string other_side(const Record& r, const Actor& me) {
     if (!r.op) return "the host";
-    if (r.op != me.op) return op_by_id(r.op) ? "'" + op_by_id(r.op)->name + "', which is not ordered with this operation" : "another operation";
+    if (r.op != me.op)
+        return op_by_id(r.op) ? "'" + op_by_id(r.op)->name + "', which is not ordered with this operation"
+                              : "another operation";
     std::string s = "thread " + thread_name(r.thread, blockDim);
     return r.block == (uint32_t)me.block->linear ? s : s + " of block " + block_name(r.block, gridDim);
 }
@@ -361,7 +376,16 @@ static const char* kind_of(const Record& r, const Actor& me) {
 
 // Two threads may store the same value: the second store, which does not change memory, is no conflict. Whether it does
 // is known at the next access.
-struct Pending { uintptr_t a; size_t n; uint32_t before; std::string text; const char* kind; void *pc, *other; ThreadId* cur; Block* block; };
+struct Pending {
+    uintptr_t a;
+    size_t n;
+    uint32_t before;
+    std::string text;
+    const char* kind;
+    void *pc, *other;
+    ThreadId* cur;
+    Block* block;
+};
 static std::vector<Pending>& pending() { static auto* v = new std::vector<Pending>; return *v; }
 static bool any_pending;
 
@@ -398,9 +422,11 @@ static void conflict(const Region& g, const Record& r, const Record& mine, const
     bool write = mine.flags & WRITTEN;
     void* pc = (void*)(uintptr_t)mine.pc;
     const char* before = r.flags & WRITTEN ? "written" : "read";
-    std::string text = std::string(write ? "a write to " : "a read of ") + text_of(g) + " memory that was " + before + " by " + other_side(r, me) +
-                       " at " + where((void*)(uintptr_t)r.pc);
-    text += r.op != me.op ? "" : write ? (r.flags & WRITTEN ? " (write after write)" : " (write after read)") : " (read after write)";
+    std::string text = std::string(write ? "a write to " : "a read of ") + text_of(g) + " memory that was " + before +
+                       " by " + other_side(r, me) + " at " + where((void*)(uintptr_t)r.pc);
+    text += r.op != me.op ? ""
+            : write       ? (r.flags & WRITTEN ? " (write after write)" : " (write after read)")
+                          : " (read after write)";
     if (!write || !me.thread || !(r.flags & WRITTEN)) {
         report(kind_of(r, me), pc, (void*)(uintptr_t)r.pc, "%s", text.c_str());
         return;
@@ -417,7 +443,8 @@ static void conflict(const Region& g, const Record& r, const Record& mine, const
 // volatile shared memory with neither __syncwarp nor fence rely on lockstep execution, which is gone since Volta.
 static bool tolerated(const Record& r, const Record& mine, bool shared) {
     if (!(r.flags & ATOMIC) || !(mine.flags & ATOMIC)) return false;
-    bool lockstep = shared && r.flags & mine.flags & VOLATILE && r.thread >> 5 == mine.thread >> 5 && r.block == mine.block && r.op == mine.op;
+    bool lockstep = shared && r.flags & mine.flags & VOLATILE && r.thread >> 5 == mine.thread >> 5 &&
+                    r.block == mine.block && r.op == mine.op;
     return !lockstep || (r.flags | mine.flags) & (FENCED | POLLED);
 }
 
@@ -451,8 +478,8 @@ static void visit(Cell* c, const Region& g, const Record& mine, const Actor& me,
         return;
     }
     for (Record& r : c->r) if (clash(r, mine, me, g.shared)) conflict(g, r, mine, me, a, n);
-    // What came before is ordered with this write, or was reported. Earlier atomics need no place of their own: whoever is
-    // ordered after the last one sees them all.
+    // What came before is ordered with this write, or was reported. Earlier atomics need no place of their own: whoever
+    // is ordered after the last one sees them all.
     c->w = mine;
     if (mine.flags & ATOMIC) return;
     c->r[0].pc = c->r[1].pc = 0;
@@ -506,7 +533,10 @@ static void visit_range(const Region& g, uintptr_t a, size_t n, int flags, const
 // those that received bytes which were never written on the device.
 struct HostRange { uintptr_t end; uint32_t op; uint32_t pc; };
 static std::map<uintptr_t, HostRange>& in_copy() { static auto* m = new std::map<uintptr_t, HostRange>; return *m; }
-static std::map<uintptr_t, HostRange>& never_written() { static auto* m = new std::map<uintptr_t, HostRange>; return *m; }
+static std::map<uintptr_t, HostRange>& never_written() {
+    static auto* m = new std::map<uintptr_t, HostRange>;
+    return *m;
+}
 static std::atomic<int> host_ranges{0};                // sizes of both, so that the common case is one comparison
 static std::recursive_mutex host_lock;
 
@@ -543,9 +573,11 @@ static void host_plain(uintptr_t a, size_t n, bool write, void* pc) {
     std::vector<uintptr_t> finished;
     overlapping(in_copy(), a, n, [&](std::map<uintptr_t, HostRange>::iterator it) {
         HostRange r = it->second;
-        if (running_op ? !op_before(r.op, running_op->id) : !host_knows(r.op)) {       // (running: a host function in a stream)
-            report("missing wait", pc, (void*)(uintptr_t)r.pc, "the host %s memory into which '%s' (%s) still copies", write ? "writes" : "reads",
-                   op_by_id(r.op) ? op_by_id(r.op)->name.c_str() : "?", where((void*)(uintptr_t)r.pc).c_str());
+        if (running_op ? !op_before(r.op, running_op->id)
+                       : !host_knows(r.op)) {    // (running: a host function in a stream)
+            report("missing wait", pc, (void*)(uintptr_t)r.pc, "the host %s memory into which '%s' (%s) still copies",
+                   write ? "writes" : "reads", op_by_id(r.op) ? op_by_id(r.op)->name.c_str() : "?",
+                   where((void*)(uintptr_t)r.pc).c_str());
         }
         finished.push_back(it->first);
     });
@@ -555,7 +587,8 @@ static void host_plain(uintptr_t a, size_t n, bool write, void* pc) {
     } else {
         overlapping(never_written(), a, n, [&](std::map<uintptr_t, HostRange>::iterator it) {
             HostRange r = it->second;
-            report("uninitialised read", pc, (void*)(uintptr_t)r.pc, "the host uses bytes that were never written on the device before %s copied them here",
+            report("uninitialised read", pc, (void*)(uintptr_t)r.pc,
+                   "the host uses bytes that were never written on the device before %s copied them here",
                    where((void*)(uintptr_t)r.pc).c_str());
         });
     }
@@ -607,7 +640,9 @@ static void stray(uintptr_t a, size_t n, bool write, void* pc) {
     } else if (fiber_in_stack((void*)a)) {
         report("local memory", pc, nullptr, "the kernel %s another thread's local memory", verb);
     } else if (!dl_iterate_phdr(in_library, &a)) {
-        report("host memory", pc, nullptr, "the kernel %s host memory at %p (a pointer that was not allocated by CUDA, or far out of bounds)", verb, (void*)a);
+        report("host memory", pc, nullptr,
+               "the kernel %s host memory at %p (a pointer that was not allocated by CUDA, or far out of bounds)", verb,
+               (void*)a);
     }
 }
 
@@ -619,8 +654,12 @@ static void bad_address(const Region& g, uintptr_t a, size_t n, size_t at, bool 
     }
     size_t back = 0, most = std::min(at, (size_t)1 << 20);
     while (back < most && !(g.state[at - back] & (ALLOCATED | FREED))) back++;
-    if (back < most) report("out of bounds", pc, nullptr, "a %s of %zu bytes in %s memory, %zu past the end of an allocation", verb, n, text_of(g), back - 1);
-    else report("out of bounds", pc, nullptr, "a %s of %zu bytes in %s memory at %p, outside of every allocation", verb, n, text_of(g), (void*)a);
+    if (back < most)
+        report("out of bounds", pc, nullptr, "a %s of %zu bytes in %s memory, %zu past the end of an allocation", verb,
+               n, text_of(g), back - 1);
+    else
+        report("out of bounds", pc, nullptr, "a %s of %zu bytes in %s memory at %p, outside of every allocation", verb,
+               n, text_of(g), (void*)a);
 }
 
 // Allocated? initialised? in flight? False if there is no such memory.
@@ -636,13 +675,18 @@ static bool check_state(const Region& g, uintptr_t a, size_t n, int flags, bool 
         flying |= (s[k] & IN_FLIGHT) != 0;
         if (write) s[k] |= INITIALISED;
     }
-    if (flying) report("missing wait", pc, nullptr, "%s shared memory that a cp.async still writes (no wait_group before)", write ? "a write to" : "a read of");
-    else if (read && unset) report("uninitialised read", pc, nullptr, "a read of %zu bytes of %s memory that nobody has written", n, text_of(g));
-    if (write && s[0] & CONSTANT && cur) report("constant memory", pc, nullptr, "a kernel writes to a __constant__ variable");
+    if (flying)
+        report("missing wait", pc, nullptr, "%s shared memory that a cp.async still writes (no wait_group before)",
+               write ? "a write to" : "a read of");
+    else if (read && unset)
+        report("uninitialised read", pc, nullptr, "a read of %zu bytes of %s memory that nobody has written", n,
+               text_of(g));
+    if (write && s[0] & CONSTANT && cur)
+        report("constant memory", pc, nullptr, "a kernel writes to a __constant__ variable");
     return true;
 }
 
-const int READ = 32;                                      // beside the flags of a record; without WRITTEN or with it (atomics)
+const int READ = 32;  // beside the flags of a record; without WRITTEN or with it (atomics)
 static void access(uintptr_t a, size_t n, int flags, void* pc) {
     if (quiet) return;
     settle();
@@ -653,7 +697,8 @@ static void access(uintptr_t a, size_t n, int flags, void* pc) {
         return;
     }
     if (!cur && !running_op && !(g->state[a - g->base] & HOST_TOO)) {
-        report("host access", pc, nullptr, "host code %s %s memory directly", flags & WRITTEN ? "writes" : "reads", text_of(*g));
+        report("host access", pc, nullptr, "host code %s %s memory directly", flags & WRITTEN ? "writes" : "reads",
+               text_of(*g));
         return;
     }
     if (!check_state(*g, a, n, flags, flags & READ, pc)) return;
@@ -662,10 +707,13 @@ static void access(uintptr_t a, size_t n, int flags, void* pc) {
     if (counting && me.thread) count_access(pc, me.thread, a, n, g->shared, flags & WRITTEN);
 }
 
-static void plain(const void* p, size_t n, bool write, void* pc) { access((uintptr_t)p, n, write ? WRITTEN : READ, pc); }
+static void plain(const void* p, size_t n, bool write, void* pc) {
+    access((uintptr_t)p, n, write ? WRITTEN : READ, pc);
+}
 
 static void aligned(const void* p, size_t n, bool write, void* pc) {
-    if ((uintptr_t)p & (n - 1) && cur && region_of((uintptr_t)p)) report("misaligned", pc, nullptr, "%s of %zu bytes at address %p", write ? "a write" : "a read", n, p);
+    if ((uintptr_t)p & (n - 1) && cur && region_of((uintptr_t)p))
+        report("misaligned", pc, nullptr, "%s of %zu bytes at address %p", write ? "a write" : "a read", n, p);
     plain(p, n, write, pc);
 }
 
@@ -702,7 +750,8 @@ void check_cp_issue(const CpAsync& c) {
     plain(c.dst, (size_t)(c.bytes + c.zeros), true, c.pc);
     Block* b = worker->block;
     size_t at = (size_t)((char*)c.dst - b->shared);
-    for (int k = 0; k < c.bytes + c.zeros; k++) if (b->shared_state[at + (size_t)k] & ALLOCATED) b->shared_state[at + (size_t)k] |= IN_FLIGHT;
+    for (int k = 0; k < c.bytes + c.zeros; k++)
+        if (b->shared_state[at + (size_t)k] & ALLOCATED) b->shared_state[at + (size_t)k] |= IN_FLIGHT;
     settle();
 }
 
@@ -783,8 +832,12 @@ void check_op_copy(void* dst, const void* src, size_t n) {
     } else {
         mark(0, n, true);
         std::vector<std::pair<uintptr_t, uintptr_t>> holes;
-        overlapping(never_written(), (uintptr_t)src, n, [&](std::map<uintptr_t, HostRange>::iterator it) { holes.push_back({it->first, it->second.end}); });
-        for (auto& h : holes) mark(std::max(h.first, (uintptr_t)src) - (uintptr_t)src, std::min(h.second, (uintptr_t)src + n) - (uintptr_t)src, false);
+        overlapping(never_written(), (uintptr_t)src, n, [&](std::map<uintptr_t, HostRange>::iterator it) {
+            holes.push_back({it->first, it->second.end});
+        });
+        for (auto& h : holes)
+            mark(std::max(h.first, (uintptr_t)src) - (uintptr_t)src,
+                 std::min(h.second, (uintptr_t)src + n) - (uintptr_t)src, false);
     }
     host_ranges = (int)(in_copy().size() + never_written().size());
 }
@@ -795,7 +848,8 @@ void check_exit() {
 }
 
 void compiled_fault(const char* file, int line, const char* name) {
-    report_at("uninitialised read", file, line, "the compiler found that '%s' is used before it is given a value", name);
+    report_at("uninitialised read", file, line, "the compiler found that '%s' is used before it is given a value",
+              name);
 }
 
 // ---------------------------------------------------------------- memory functions that user code calls
@@ -825,11 +879,14 @@ static void copied(void* d, const void* s, size_t n, void* pc) {
 
 static void forget_host(void* p, void* pc) {
     if (!p || !host_ranges) return;
-    host_plain((uintptr_t)p, malloc_usable_size(p), true, pc);       // giving memory away ends its use, as writing it would
+    host_plain((uintptr_t)p, malloc_usable_size(p), true, pc);  // giving memory away ends its use, as writing it would
 }
 
 // malloc and new inside a kernel give device memory.
-static std::unordered_map<void*, size_t>& kernel_heap() { static auto* m = new std::unordered_map<void*, size_t>; return *m; }
+static std::unordered_map<void*, size_t>& kernel_heap() {
+    static auto* m = new std::unordered_map<void*, size_t>;
+    return *m;
+}
 static void* kernel_malloc(size_t n) {
     void* p = check_malloc(n, MEMORY_DEVICE);
     if (p) kernel_heap()[p] = n;
@@ -933,22 +990,38 @@ void* __tsan_memset(void* d, int v, size_t n) {
 static void through_atomic(const volatile void* p, size_t n, bool write, void* pc) {
     if (cur) atomic_access((const void*)p, n, write ? ATOMIC_WRITE : ATOMIC_LOAD, pc);
 }
-#define ATOMIC_OP(N, T, name, builtin) \
-    T __tsan_atomic##N##_##name(volatile T* p, T v, int) { through_atomic(p, N / 8, true, RET); return builtin(p, v, __ATOMIC_SEQ_CST); }
-#define ATOMICS(N, T)                                                                                                                   \
-    T __tsan_atomic##N##_load(const volatile T* p, int) { through_atomic(p, N / 8, false, RET); return __atomic_load_n(p, __ATOMIC_SEQ_CST); }  \
-    void __tsan_atomic##N##_store(volatile T* p, T v, int) { through_atomic(p, N / 8, true, RET); __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }   \
-    ATOMIC_OP(N, T, exchange, __atomic_exchange_n) ATOMIC_OP(N, T, fetch_add, __atomic_fetch_add) ATOMIC_OP(N, T, fetch_sub, __atomic_fetch_sub) \
-    ATOMIC_OP(N, T, fetch_and, __atomic_fetch_and) ATOMIC_OP(N, T, fetch_or, __atomic_fetch_or) ATOMIC_OP(N, T, fetch_xor, __atomic_fetch_xor)   \
-    int __tsan_atomic##N##_compare_exchange_strong(volatile T* p, T* e, T v, int, int) {                                                \
-        through_atomic(p, N / 8, true, RET);                                                                                            \
-        return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                                         \
-    }                                                                                                                                   \
-    int __tsan_atomic##N##_compare_exchange_weak(volatile T* p, T* e, T v, int a, int b) { return __tsan_atomic##N##_compare_exchange_strong(p, e, v, a, b); } \
-    T __tsan_atomic##N##_compare_exchange_val(volatile T* p, T e, T v, int, int) {                                                      \
-        through_atomic(p, N / 8, true, RET);                                                                                            \
-        __atomic_compare_exchange_n(p, &e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                                               \
-        return e;                                                                                                                       \
+#define ATOMIC_OP(N, T, name, builtin)                   \
+    T __tsan_atomic##N##_##name(volatile T* p, T v, int) { \
+        through_atomic(p, N / 8, true, RET);             \
+        return builtin(p, v, __ATOMIC_SEQ_CST);          \
+    }
+#define ATOMICS(N, T)                                                                                    \
+    T __tsan_atomic##N##_load(const volatile T* p, int) {                                                \
+        through_atomic(p, N / 8, false, RET);                                                            \
+        return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                     \
+    }                                                                                                    \
+    void __tsan_atomic##N##_store(volatile T* p, T v, int) {                                             \
+        through_atomic(p, N / 8, true, RET);                                                             \
+        __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                                        \
+    }                                                                                                    \
+    ATOMIC_OP(N, T, exchange, __atomic_exchange_n)                                                       \
+    ATOMIC_OP(N, T, fetch_add, __atomic_fetch_add)                                                       \
+    ATOMIC_OP(N, T, fetch_sub, __atomic_fetch_sub)                                                       \
+    ATOMIC_OP(N, T, fetch_and, __atomic_fetch_and)                                                       \
+    ATOMIC_OP(N, T, fetch_or, __atomic_fetch_or)                                                         \
+    ATOMIC_OP(N, T, fetch_xor, __atomic_fetch_xor)                                                       \
+    int __tsan_atomic##N##_compare_exchange_strong(volatile T* p, T* e, T v, int, int) {                 \
+        through_atomic(p, N / 8, true, RET);                                                             \
+        return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);          \
+    }                                                                                                    \
+    int __tsan_atomic##N##_compare_exchange_weak(volatile T* p, T* e, T v, int, int) {                   \
+        through_atomic(p, N / 8, true, RET);                                                             \
+        return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);          \
+    }                                                                                                    \
+    T __tsan_atomic##N##_compare_exchange_val(volatile T* p, T e, T v, int, int) {                       \
+        through_atomic(p, N / 8, true, RET);                                                             \
+        __atomic_compare_exchange_n(p, &e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                \
+        return e;                                                                                        \
     }
 ATOMICS(8, uint8_t) ATOMICS(16, uint16_t) ATOMICS(32, uint32_t) ATOMICS(64, uint64_t)
 void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
@@ -960,7 +1033,10 @@ struct UbsanType { uint16_t kind, info; char name[1]; };
 struct UbsanMismatch { UbsanPlace at; UbsanType* type; unsigned char log_alignment, kind; };
 struct UbsanBounds { UbsanPlace at; UbsanType *array, *index; };
 void __ubsan_handle_type_mismatch_v1(UbsanMismatch* d, uintptr_t p) {
-    if (p >= 65536) report_at("misaligned", d->at.file, (int)d->at.line, "an access to %s at address %p, which is not a multiple of %d", d->type->name, (void*)p, 1 << d->log_alignment);
+    if (p >= 65536)
+        report_at("misaligned", d->at.file, (int)d->at.line,
+                  "an access to %s at address %p, which is not a multiple of %d", d->type->name, (void*)p,
+                  1 << d->log_alignment);
 }
 void __ubsan_handle_type_mismatch_v1_abort(UbsanMismatch* d, uintptr_t p) { __ubsan_handle_type_mismatch_v1(d, p); }
 void __ubsan_handle_out_of_bounds(UbsanBounds* d, uintptr_t index) {

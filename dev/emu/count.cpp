@@ -18,9 +18,16 @@ struct Key {
     uint32_t time;               // which execution
     uint16_t warp;
     bool shared, write;
-    bool operator==(const Key& o) const { return pc == o.pc && block == o.block && time == o.time && warp == o.warp && shared == o.shared && write == o.write; }
+    bool operator==(const Key& o) const {
+        return pc == o.pc && block == o.block && time == o.time && warp == o.warp && shared == o.shared &&
+               write == o.write;
+    }
 };
-struct KeyHash { size_t operator()(const Key& k) const { return ((((size_t)k.pc * 31 + k.block) * 31 + k.time) * 31 + k.warp) * 4 + k.shared * 2 + k.write; } };
+struct KeyHash {
+    size_t operator()(const Key& k) const {
+        return ((((size_t)k.pc * 31 + k.block) * 31 + k.time) * 31 + k.warp) * 4 + k.shared * 2 + k.write;
+    }
+};
 struct Line { long requests, lanes, got, ideal; int width; };
 struct Launches { long launches, read, written, mma; double read_footprint, write_footprint; };
 struct Last { uint32_t pc; uintptr_t at; size_t n; Request* request; };
@@ -62,7 +69,8 @@ void count_access(const void* pc, const Thread* t, uintptr_t a, size_t n, bool s
     if (!sampled(*b->grid, b->linear) || n > 16) return;
     Last& last = last_access[((uint64_t)b->linear << 12 | (uint64_t)t->linear) << 1 | write];
     if (continues(last, pc, a, n, t->lane)) return;
-    uint64_t instruction = (uint64_t)(uint32_t)(uintptr_t)pc << 32 | (uint64_t)(b->linear & 0xfffff) << 12 | (uint64_t)t->linear;
+    uint64_t instruction =
+        (uint64_t)(uint32_t)(uintptr_t)pc << 32 | (uint64_t)(b->linear & 0xfffff) << 12 | (uint64_t)t->linear;
     uint32_t time = executions[instruction * 2 + shared]++;
     Request& r = requests[{(uint32_t)(uintptr_t)pc, (uint32_t)b->linear, time, (uint16_t)t->warp, shared, write}];
     r.at[t->lane] = a;
@@ -90,7 +98,8 @@ static void add_shared(const Request& r, Line& u, int width) {
         std::set<uintptr_t> bank[32];
         bool any = false;
         for (int l = g; l < g + group; l++) {
-            for (int k = 0; k < r.n[l]; k += 4) bank[(r.at[l] + (uintptr_t)k) / 4 % 32].insert((r.at[l] + (uintptr_t)k) / 4);
+            for (int k = 0; k < r.n[l]; k += 4)
+                bank[(r.at[l] + (uintptr_t)k) / 4 % 32].insert((r.at[l] + (uintptr_t)k) / 4);
             any |= r.n[l] != 0;
         }
         size_t passes = 0;
@@ -108,7 +117,8 @@ void count_launch_begin(Grid&) {
 void count_launch_end(Grid& g) {
     if (!counting) return;
     for (auto& x : requests) {
-        Line& u = lines()[std::make_tuple(std::string(g.config.name), where((void*)(uintptr_t)x.first.pc), x.first.shared, x.first.write)];
+        Line& u = lines()[std::make_tuple(std::string(g.config.name), where((void*)(uintptr_t)x.first.pc),
+                                          x.first.shared, x.first.write)];
         int width = 0;
         for (int l = 0; l < 32; l++) {
             width = std::max(width, (int)x.second.n[l]);
@@ -144,13 +154,15 @@ void count_print() {
     if (!f) fatal("EMU_COUNT_OUT=%s cannot be written", path);
     for (auto& x : kernels()) {
         const Launches& k = x.second;
-        fprintf(f, "kernel\t%s\t%ld\t%ld\t%.0f\t%ld\t%.0f\t%ld\n", x.first.c_str(), k.launches, k.read, k.read_footprint, k.written, k.write_footprint, k.mma);
+        fprintf(f, "kernel\t%s\t%ld\t%ld\t%.0f\t%ld\t%.0f\t%ld\n", x.first.c_str(), k.launches, k.read,
+                k.read_footprint, k.written, k.write_footprint, k.mma);
     }
     for (auto& x : lines()) {
         const Line& u = x.second;
-        fprintf(f, "line\t%s\t%s\t%s\t%s\t%d\t%ld\t%.2f\t%.3f\t%.3f\n", std::get<0>(x.first).c_str(), std::get<1>(x.first).c_str(),
-                std::get<2>(x.first) ? "shared" : "global", std::get<3>(x.first) ? "store" : "load", u.width, u.requests,
-                (double)u.lanes / (double)u.requests, (double)u.got / (double)u.requests, (double)u.ideal / (double)u.requests);
+        fprintf(f, "line\t%s\t%s\t%s\t%s\t%d\t%ld\t%.2f\t%.3f\t%.3f\n", std::get<0>(x.first).c_str(),
+                std::get<1>(x.first).c_str(), std::get<2>(x.first) ? "shared" : "global",
+                std::get<3>(x.first) ? "store" : "load", u.width, u.requests, (double)u.lanes / (double)u.requests,
+                (double)u.got / (double)u.requests, (double)u.ideal / (double)u.requests);
     }
     if (path) fclose(f);
 }

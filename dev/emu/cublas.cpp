@@ -46,20 +46,24 @@ struct Product { bool ta, tb; float alpha, beta; Matrix a, b, c, d; int batch; E
 
 // ---------------------------------------------------------------- the product itself
 static void touch(const Matrix& m, bool write) {
-    for (size_t c = 0; c < m.cols; c++) check_op_touch((char*)m.p + c * m.ld * size_of(m.type), m.rows * size_of(m.type), write);
+    for (size_t c = 0; c < m.cols; c++)
+        check_op_touch((char*)m.p + c * m.ld * size_of(m.type), m.rows * size_of(m.type), write);
 }
 
 static std::vector<float> unpack(const Matrix& m) {
     std::vector<float> v(m.rows * m.cols);
-    for (size_t c = 0; c < m.cols; c++) for (size_t r = 0; r < m.rows; r++) v[r + c * m.rows] = load(m.p, r + c * m.ld, m.type);
+    for (size_t c = 0; c < m.cols; c++)
+        for (size_t r = 0; r < m.rows; r++) v[r + c * m.rows] = load(m.p, r + c * m.ld, m.type);
     return v;
 }
 
-static void multiply(const Product& x, size_t m, size_t n, size_t k, const std::vector<float>& a, const std::vector<float>& b, std::vector<float>& c) {
+static void multiply(const Product& x, size_t m, size_t n, size_t k, const std::vector<float>& a,
+                     const std::vector<float>& b, std::vector<float>& c) {
 #ifdef HAVE_CBLAS
-    if (openblas_set_num_threads) openblas_set_num_threads(1);       // one order of additions, and no fight for the cores
-    cblas_sgemm(CblasColMajor, x.ta ? CblasTrans : CblasNoTrans, x.tb ? CblasTrans : CblasNoTrans, (int)m, (int)n, (int)k, x.alpha,
-                a.data(), (int)std::max<size_t>(1, x.a.rows), b.data(), (int)std::max<size_t>(1, x.b.rows), x.beta, c.data(), (int)std::max<size_t>(1, m));
+    if (openblas_set_num_threads) openblas_set_num_threads(1);  // one order of additions, and no fight for the cores
+    cblas_sgemm(CblasColMajor, x.ta ? CblasTrans : CblasNoTrans, x.tb ? CblasTrans : CblasNoTrans, (int)m, (int)n,
+                (int)k, x.alpha, a.data(), (int)std::max<size_t>(1, x.a.rows), b.data(),
+                (int)std::max<size_t>(1, x.b.rows), x.beta, c.data(), (int)std::max<size_t>(1, m));
 #else
     for (size_t j = 0; j < n; j++) for (size_t i = 0; i < m; i++) {
         float sum = 0;
@@ -77,11 +81,13 @@ static float gelu_slope(float v) {
 
 static void finish(const Product& x, const Matrix& d, const Matrix& aux, const std::vector<float>& c) {
     int kind = x.epilogue.kind;
-    bool bias = kind == CUBLASLT_EPILOGUE_BIAS || kind == CUBLASLT_EPILOGUE_GELU_BIAS || kind == CUBLASLT_EPILOGUE_GELU_AUX_BIAS || kind == CUBLASLT_EPILOGUE_RELU_BIAS;
+    bool bias = kind == CUBLASLT_EPILOGUE_BIAS || kind == CUBLASLT_EPILOGUE_GELU_BIAS ||
+                kind == CUBLASLT_EPILOGUE_GELU_AUX_BIAS || kind == CUBLASLT_EPILOGUE_RELU_BIAS;
     for (size_t j = 0; j < d.cols; j++) for (size_t i = 0; i < d.rows; i++) {
         float v = c[i + j * d.rows];
         if (bias) v += load(x.epilogue.bias, i, x.epilogue.bias_type);
-        if (kind == CUBLASLT_EPILOGUE_GELU_AUX || kind == CUBLASLT_EPILOGUE_GELU_AUX_BIAS) store(aux.p, i + j * aux.ld, aux.type, v);
+        if (kind == CUBLASLT_EPILOGUE_GELU_AUX || kind == CUBLASLT_EPILOGUE_GELU_AUX_BIAS)
+            store(aux.p, i + j * aux.ld, aux.type, v);
         if (kind == CUBLASLT_EPILOGUE_DGELU) v *= gelu_slope(load(aux.p, i + j * aux.ld, aux.type));
         else if (kind == CUBLASLT_EPILOGUE_RELU || kind == CUBLASLT_EPILOGUE_RELU_BIAS) v = fmaxf(v, 0);
         else if (kind != CUBLASLT_EPILOGUE_DEFAULT && kind != CUBLASLT_EPILOGUE_BIAS) v = gelu(v);
@@ -125,7 +131,8 @@ static cublasStatus_t check(const char* call, void* pc, const Product& x) {
         if (y.m == &x.c && x.beta == 0) continue;
         if (!size_of(y.m->type)) return wrong(call, pc, "a data type other than fp32, bf16 and fp16 is not emulated");
         if (y.m->ld < std::max<size_t>(1, y.m->rows)) {
-            snprintf(text, sizeof text, "the leading dimension of %s is %zu, its columns have %zu elements", y.name, y.m->ld, y.m->rows);
+            snprintf(text, sizeof text, "the leading dimension of %s is %zu, its columns have %zu elements", y.name,
+                     y.m->ld, y.m->rows);
             return wrong(call, pc, text);
         }
         size_t left, need = y.m->bytes();
@@ -136,10 +143,12 @@ static cublasStatus_t check(const char* call, void* pc, const Product& x) {
         }
         for (int i = 0; i < x.batch; i += std::max(1, x.batch - 1)) {
             if (valid_device_range(y.m->of(i).p, need, &left)) continue;
-            snprintf(text, sizeof text, "%s needs %zu bytes, only %zu of its memory are on the device", y.name, need, left);
+            snprintf(text, sizeof text, "%s needs %zu bytes, only %zu of its memory are on the device", y.name, need,
+                     left);
             return wrong(call, pc, text);
         }
-        if (y.m == &x.d && x.batch > 1 && y.m->stride == 0) return wrong(call, pc, "the results of a batch are written over each other (stride 0)");
+        if (y.m == &x.d && x.batch > 1 && y.m->stride == 0)
+            return wrong(call, pc, "the results of a batch are written over each other (stride 0)");
     }
     if (x.a.type != x.b.type) return wrong(call, pc, "A and B have different data types");
     return CUBLAS_STATUS_SUCCESS;
@@ -162,27 +171,56 @@ static Handle* handle(cublasHandle_t h, const char* call, void* pc) {
 }
 
 static Matrix matrix(const void* p, cudaDataType t, bool transposed, int rows, int cols, int ld, long long stride) {
-    return {(void*)p, t, (size_t)(transposed ? cols : rows), (size_t)(transposed ? rows : cols), (size_t)(ld < 0 ? 0 : ld), stride};
+    return {
+        (void*)p, t, (size_t)(transposed ? cols : rows), (size_t)(transposed ? rows : cols), (size_t)(ld < 0 ? 0 : ld),
+        stride};
 }
 
 static bool known_compute(cublasComputeType_t c) {
-    return c == CUBLAS_COMPUTE_32F || c == CUBLAS_COMPUTE_32F_PEDANTIC || c == CUBLAS_COMPUTE_32F_FAST_TF32 || c == CUBLAS_COMPUTE_32F_FAST_16BF || c == CUBLAS_COMPUTE_32F_FAST_16F;
+    return c == CUBLAS_COMPUTE_32F || c == CUBLAS_COMPUTE_32F_PEDANTIC || c == CUBLAS_COMPUTE_32F_FAST_TF32 ||
+           c == CUBLAS_COMPUTE_32F_FAST_16BF || c == CUBLAS_COMPUTE_32F_FAST_16F;
 }
 
 struct Gemm { cublasOperation_t ta, tb; int m, n, k; const void *alpha, *beta; };
-static cublasStatus_t gemm(const char* call, void* pc, cublasHandle_t h, const Gemm& g, Matrix a, Matrix b, Matrix c, int batch, cublasComputeType_t compute) {
+static cublasStatus_t gemm(const char* call, void* pc, cublasHandle_t h, const Gemm& g, Matrix a, Matrix b, Matrix c,
+                           int batch, cublasComputeType_t compute) {
     Handle* x = handle(h, call, pc);
     if (!x) return CUBLAS_STATUS_NOT_INITIALIZED;
     if (g.m < 0 || g.n < 0 || g.k < 0 || batch < 0) return wrong(call, pc, "a negative size");
     if (!g.alpha || !g.beta) return wrong(call, pc, "alpha or beta is a null pointer");
     if (!known_compute(compute)) return wrong(call, pc, "a compute type other than 32F is not emulated");
-    Product p{g.ta != CUBLAS_OP_N, g.tb != CUBLAS_OP_N, *(const float*)g.alpha, *(const float*)g.beta, a, b, c, c, batch, {CUBLASLT_EPILOGUE_DEFAULT, nullptr, CUDA_R_32F, {}}};
+    Product p{g.ta != CUBLAS_OP_N,
+              g.tb != CUBLAS_OP_N,
+              *(const float*)g.alpha,
+              *(const float*)g.beta,
+              a,
+              b,
+              c,
+              c,
+              batch,
+              {CUBLASLT_EPILOGUE_DEFAULT, nullptr, CUDA_R_32F, {}}};
     return issue(call, pc, p, x->stream);
 }
 
 // ---------------------------------------------------------------- cuBLASLt objects
-struct LtDesc { unsigned magic; cublasComputeType_t compute; cudaDataType scale; int32_t ta, tb; Epilogue epilogue; int64_t aux_ld, aux_stride; int32_t aux_type; };
-struct LtLayout { unsigned magic; cudaDataType type; uint64_t rows, cols; int64_t ld; int32_t batch; int64_t stride; int32_t order; };
+struct LtDesc {
+    unsigned magic;
+    cublasComputeType_t compute;
+    cudaDataType scale;
+    int32_t ta, tb;
+    Epilogue epilogue;
+    int64_t aux_ld, aux_stride;
+    int32_t aux_type;
+};
+struct LtLayout {
+    unsigned magic;
+    cudaDataType type;
+    uint64_t rows, cols;
+    int64_t ld;
+    int32_t batch;
+    int64_t stride;
+    int32_t order;
+};
 struct LtPreference { unsigned magic; uint64_t workspace; };
 
 // Copies one attribute in or out; its size must be the one the header documents.
@@ -200,19 +238,26 @@ template <class T> static bool alive(T* x, const char* call, void* pc) {
     return false;
 }
 
-static Matrix lt_matrix(const void* p, const LtLayout& l) { return {(void*)p, l.type, l.rows, l.cols, (size_t)(l.ld < 0 ? 0 : l.ld), l.stride}; }
+static Matrix lt_matrix(const void* p, const LtLayout& l) {
+    return {(void*)p, l.type, l.rows, l.cols, (size_t)(l.ld < 0 ? 0 : l.ld), l.stride};
+}
 
-static const char* lt_shapes(const LtDesc& d, const LtLayout& a, const LtLayout& b, const LtLayout& c, const LtLayout& o) {
-    uint64_t m = d.ta ? a.cols : a.rows, k = d.ta ? a.rows : a.cols, kb = d.tb ? b.cols : b.rows, n = d.tb ? b.rows : b.cols;
+static const char* lt_shapes(const LtDesc& d, const LtLayout& a, const LtLayout& b, const LtLayout& c,
+                             const LtLayout& o) {
+    uint64_t m = d.ta ? a.cols : a.rows, k = d.ta ? a.rows : a.cols, kb = d.tb ? b.cols : b.rows,
+             n = d.tb ? b.rows : b.cols;
     if (k != kb) return "the inner dimensions of A and B differ";
-    if (o.rows != m || o.cols != n || c.rows != m || c.cols != n) return "C or D does not have the shape of the product";
+    if (o.rows != m || o.cols != n || c.rows != m || c.cols != n)
+        return "C or D does not have the shape of the product";
     if (a.batch != b.batch || a.batch != c.batch || a.batch != o.batch) return "the batch counts differ";
     return nullptr;
 }
 
 static bool known_epilogue(int e) {
-    for (int k : {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_GELU, CUBLASLT_EPILOGUE_GELU_BIAS, CUBLASLT_EPILOGUE_GELU_AUX,
-                  CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_RELU, CUBLASLT_EPILOGUE_RELU_BIAS, CUBLASLT_EPILOGUE_DGELU}) if (e == k) return true;
+    for (int k : {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_GELU,
+                  CUBLASLT_EPILOGUE_GELU_BIAS, CUBLASLT_EPILOGUE_GELU_AUX, CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+                  CUBLASLT_EPILOGUE_RELU, CUBLASLT_EPILOGUE_RELU_BIAS, CUBLASLT_EPILOGUE_DGELU})
+        if (e == k) return true;
     return false;
 }
 
@@ -271,32 +316,42 @@ const char* cublasGetStatusName(cublasStatus_t s) {
 }
 const char* cublasGetStatusString(cublasStatus_t s) { return cublasGetStatusName(s); }
 
-cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k, const void* alpha, const void* A,
-        cudaDataType At, int lda, long long sa, const void* B, cudaDataType Bt, int ldb, long long sb, const void* beta, void* C, cudaDataType Ct, int ldc,
-        long long sc, int batch, cublasComputeType_t compute, cublasGemmAlgo_t) {
-    return gemm("cublasGemmStridedBatchedEx", PC, h, {ta, tb, m, n, k, alpha, beta}, matrix(A, At, ta, m, k, lda, sa), matrix(B, Bt, tb, k, n, ldb, sb),
-                matrix(C, Ct, false, m, n, ldc, sc), batch, compute);
+cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n,
+                                          int k, const void* alpha, const void* A, cudaDataType At, int lda,
+                                          long long sa, const void* B, cudaDataType Bt, int ldb, long long sb,
+                                          const void* beta, void* C, cudaDataType Ct, int ldc, long long sc, int batch,
+                                          cublasComputeType_t compute, cublasGemmAlgo_t) {
+    return gemm("cublasGemmStridedBatchedEx", PC, h, {ta, tb, m, n, k, alpha, beta}, matrix(A, At, ta, m, k, lda, sa),
+                matrix(B, Bt, tb, k, n, ldb, sb), matrix(C, Ct, false, m, n, ldc, sc), batch, compute);
 }
-cublasStatus_t cublasGemmEx(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k, const void* alpha, const void* A, cudaDataType At,
-        int lda, const void* B, cudaDataType Bt, int ldb, const void* beta, void* C, cudaDataType Ct, int ldc, cublasComputeType_t compute, cublasGemmAlgo_t) {
-    return gemm("cublasGemmEx", PC, h, {ta, tb, m, n, k, alpha, beta}, matrix(A, At, ta, m, k, lda, 0), matrix(B, Bt, tb, k, n, ldb, 0),
-                matrix(C, Ct, false, m, n, ldc, 0), 1, compute);
+cublasStatus_t cublasGemmEx(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k,
+                            const void* alpha, const void* A, cudaDataType At, int lda, const void* B, cudaDataType Bt,
+                            int ldb, const void* beta, void* C, cudaDataType Ct, int ldc, cublasComputeType_t compute,
+                            cublasGemmAlgo_t) {
+    return gemm("cublasGemmEx", PC, h, {ta, tb, m, n, k, alpha, beta}, matrix(A, At, ta, m, k, lda, 0),
+                matrix(B, Bt, tb, k, n, ldb, 0), matrix(C, Ct, false, m, n, ldc, 0), 1, compute);
 }
-cublasStatus_t cublasSgemm_v2(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k, const float* alpha, const float* A, int lda,
-        const float* B, int ldb, const float* beta, float* C, int ldc) {
-    return gemm("cublasSgemm", PC, h, {ta, tb, m, n, k, alpha, beta}, matrix(A, CUDA_R_32F, ta, m, k, lda, 0), matrix(B, CUDA_R_32F, tb, k, n, ldb, 0),
-                matrix(C, CUDA_R_32F, false, m, n, ldc, 0), 1, CUBLAS_COMPUTE_32F);
+cublasStatus_t cublasSgemm_v2(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k,
+                              const float* alpha, const float* A, int lda, const float* B, int ldb, const float* beta,
+                              float* C, int ldc) {
+    return gemm("cublasSgemm", PC, h, {ta, tb, m, n, k, alpha, beta}, matrix(A, CUDA_R_32F, ta, m, k, lda, 0),
+                matrix(B, CUDA_R_32F, tb, k, n, ldb, 0), matrix(C, CUDA_R_32F, false, m, n, ldc, 0), 1,
+                CUBLAS_COMPUTE_32F);
 }
-cublasStatus_t cublasSgemmStridedBatched(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k, const float* alpha, const float* A,
-        int lda, long long sa, const float* B, int ldb, long long sb, const float* beta, float* C, int ldc, long long sc, int batch) {
-    return gemm("cublasSgemmStridedBatched", PC, h, {ta, tb, m, n, k, alpha, beta}, matrix(A, CUDA_R_32F, ta, m, k, lda, sa),
-                matrix(B, CUDA_R_32F, tb, k, n, ldb, sb), matrix(C, CUDA_R_32F, false, m, n, ldc, sc), batch, CUBLAS_COMPUTE_32F);
+cublasStatus_t cublasSgemmStridedBatched(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n,
+                                         int k, const float* alpha, const float* A, int lda, long long sa,
+                                         const float* B, int ldb, long long sb, const float* beta, float* C, int ldc,
+                                         long long sc, int batch) {
+    return gemm("cublasSgemmStridedBatched", PC, h, {ta, tb, m, n, k, alpha, beta},
+                matrix(A, CUDA_R_32F, ta, m, k, lda, sa), matrix(B, CUDA_R_32F, tb, k, n, ldb, sb),
+                matrix(C, CUDA_R_32F, false, m, n, ldc, sc), batch, CUBLAS_COMPUTE_32F);
 }
-cublasStatus_t cublasSgemv_v2(cublasHandle_t h, cublasOperation_t ta, int m, int n, const float* alpha, const float* A, int lda, const float* x, int incx,
-        const float* beta, float* y, int incy) {
+cublasStatus_t cublasSgemv_v2(cublasHandle_t h, cublasOperation_t ta, int m, int n, const float* alpha, const float* A,
+                              int lda, const float* x, int incx, const float* beta, float* y, int incy) {
     if (incx != 1 || incy != 1) return wrong("cublasSgemv", PC, "increments other than 1 are not emulated");
     int rows = ta ? n : m, k = ta ? m : n;
-    return gemm("cublasSgemv", PC, h, {ta, CUBLAS_OP_N, rows, 1, k, alpha, beta}, matrix(A, CUDA_R_32F, false, m, n, lda, 0), matrix(x, CUDA_R_32F, false, k, 1, k, 0),
+    return gemm("cublasSgemv", PC, h, {ta, CUBLAS_OP_N, rows, 1, k, alpha, beta},
+                matrix(A, CUDA_R_32F, false, m, n, lda, 0), matrix(x, CUDA_R_32F, false, k, 1, k, 0),
                 matrix(y, CUDA_R_32F, false, rows, 1, rows, 0), 1, CUBLAS_COMPUTE_32F);
 }
 
@@ -308,8 +363,11 @@ cublasStatus_t cublasLtCreate(cublasLtHandle_t* h) {
 cublasStatus_t cublasLtDestroy(cublasLtHandle_t h) { return cublasDestroy_v2((cublasHandle_t)h); }
 cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* d, cublasComputeType_t compute, cudaDataType scale) {
     MAY_FAIL(cublasLtMatmulDescCreate);
-    if (!known_compute(compute) || scale != CUDA_R_32F) return wrong("cublasLtMatmulDescCreate", PC, "only 32F compute and scale types are emulated");
-    *d = (cublasLtMatmulDesc_t) new LtDesc{ALIVE, compute, scale, CUBLAS_OP_N, CUBLAS_OP_N, {CUBLASLT_EPILOGUE_DEFAULT, nullptr, CUDA_R_32F, {}}, 0, 0, -1};
+    if (!known_compute(compute) || scale != CUDA_R_32F)
+        return wrong("cublasLtMatmulDescCreate", PC, "only 32F compute and scale types are emulated");
+    *d = (cublasLtMatmulDesc_t) new LtDesc{
+        ALIVE, compute, scale, CUBLAS_OP_N, CUBLAS_OP_N, {CUBLASLT_EPILOGUE_DEFAULT, nullptr, CUDA_R_32F, {}},
+        0,     0,       -1};
     ((LtDesc*)*d)->epilogue.bias_type = (cudaDataType)-1;
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -318,7 +376,8 @@ cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) {
     ((LtDesc*)d)->magic = 0;
     return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t h, cublasLtMatmulDescAttributes_t a, const void* v, size_t n) {
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t h, cublasLtMatmulDescAttributes_t a, const void* v,
+                                              size_t n) {
     const char* call = "cublasLtMatmulDescSetAttribute";
     MAY_FAIL(cublasLtMatmulDescSetAttribute);
     auto* d = (LtDesc*)h;
@@ -336,7 +395,8 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t h, cublasLtMa
         default: return wrong(call, PC, "this attribute is not emulated");
     }
 }
-cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* l, cudaDataType type, uint64_t rows, uint64_t cols, int64_t ld) {
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* l, cudaDataType type, uint64_t rows, uint64_t cols,
+                                          int64_t ld) {
     MAY_FAIL(cublasLtMatrixLayoutCreate);
     *l = (cublasLtMatrixLayout_t) new LtLayout{ALIVE, type, rows, cols, ld, 1, 0, CUBLASLT_ORDER_COL};
     return CUBLAS_STATUS_SUCCESS;
@@ -346,7 +406,8 @@ cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t l) {
     ((LtLayout*)l)->magic = 0;
     return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t h, cublasLtMatrixLayoutAttribute_t a, const void* v, size_t n) {
+cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t h, cublasLtMatrixLayoutAttribute_t a,
+                                                const void* v, size_t n) {
     const char* call = "cublasLtMatrixLayoutSetAttribute";
     MAY_FAIL(cublasLtMatrixLayoutSetAttribute);
     auto* l = (LtLayout*)h;
@@ -371,17 +432,22 @@ cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t p) {
     ((LtPreference*)p)->magic = 0;
     return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p, cublasLtMatmulPreferenceAttributes_t a, const void* v, size_t n) {
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p,
+                                                    cublasLtMatmulPreferenceAttributes_t a, const void* v, size_t n) {
     const char* call = "cublasLtMatmulPreferenceSetAttribute";
     if (!alive((LtPreference*)p, call, PC)) return CUBLAS_STATUS_INVALID_VALUE;
-    if (a == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES) return attribute(call, PC, &((LtPreference*)p)->workspace, 8, v, n);
+    if (a == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES)
+        return attribute(call, PC, &((LtPreference*)p)->workspace, 8, v, n);
     return v ? CUBLAS_STATUS_SUCCESS : wrong(call, PC, "the attribute's buffer is a null pointer");
 }
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t d, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c,
-        cublasLtMatrixLayout_t o, cublasLtMatmulPreference_t, int wanted, cublasLtMatmulHeuristicResult_t* results, int* found) {
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t d, cublasLtMatrixLayout_t a,
+                                              cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c,
+                                              cublasLtMatrixLayout_t o, cublasLtMatmulPreference_t, int wanted,
+                                              cublasLtMatmulHeuristicResult_t* results, int* found) {
     const char* call = "cublasLtMatmulAlgoGetHeuristic";
     MAY_FAIL(cublasLtMatmulAlgoGetHeuristic);
-    if (!alive((LtDesc*)d, call, PC) || !alive((LtLayout*)a, call, PC) || !alive((LtLayout*)b, call, PC) || !alive((LtLayout*)c, call, PC) || !alive((LtLayout*)o, call, PC))
+    if (!alive((LtDesc*)d, call, PC) || !alive((LtLayout*)a, call, PC) || !alive((LtLayout*)b, call, PC) ||
+        !alive((LtLayout*)c, call, PC) || !alive((LtLayout*)o, call, PC))
         return CUBLAS_STATUS_INVALID_VALUE;
     if (wanted < 1 || !results || !found) return wrong(call, PC, "no room for a result");
     memset(results, 0, sizeof *results);
@@ -389,22 +455,32 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
     *found = 1;
     return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasLtMatmul(cublasLtHandle_t h, cublasLtMatmulDesc_t hd, const void* alpha, const void* A, cublasLtMatrixLayout_t ha, const void* B,
-        cublasLtMatrixLayout_t hb, const void* beta, const void* C, cublasLtMatrixLayout_t hc, void* D, cublasLtMatrixLayout_t ho, const cublasLtMatmulAlgo_t*,
-        void* workspace, size_t workspace_size, cudaStream_t stream) {
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t h, cublasLtMatmulDesc_t hd, const void* alpha, const void* A,
+                              cublasLtMatrixLayout_t ha, const void* B, cublasLtMatrixLayout_t hb, const void* beta,
+                              const void* C, cublasLtMatrixLayout_t hc, void* D, cublasLtMatrixLayout_t ho,
+                              const cublasLtMatmulAlgo_t*, void* workspace, size_t workspace_size,
+                              cudaStream_t stream) {
     const char* call = "cublasLtMatmul";
     auto *d = (LtDesc*)hd;
     auto *a = (LtLayout*)ha, *b = (LtLayout*)hb, *c = (LtLayout*)hc, *o = (LtLayout*)ho;
     if (!handle((cublasHandle_t)h, call, PC)) return CUBLAS_STATUS_NOT_INITIALIZED;
-    if (!alive(d, call, PC) || !alive(a, call, PC) || !alive(b, call, PC) || !alive(c, call, PC) || !alive(o, call, PC)) return CUBLAS_STATUS_INVALID_VALUE;
+    if (!alive(d, call, PC) || !alive(a, call, PC) || !alive(b, call, PC) || !alive(c, call, PC) || !alive(o, call, PC))
+        return CUBLAS_STATUS_INVALID_VALUE;
     if (!alpha || !beta) return wrong(call, PC, "alpha or beta is a null pointer");
     if (const char* text = lt_shapes(*d, *a, *b, *c, *o)) return wrong(call, PC, text);
     if (!known_epilogue(d->epilogue.kind)) return wrong(call, PC, "this epilogue is not emulated");
     size_t left;
-    if (workspace_size && !valid_device_range(workspace, workspace_size, &left)) return wrong(call, PC, "the workspace is smaller than its size says");
-    Product p{d->ta != CUBLAS_OP_N, d->tb != CUBLAS_OP_N, *(const float*)alpha, *(const float*)beta, lt_matrix(A, *a), lt_matrix(B, *b), lt_matrix(C, *c), lt_matrix(D, *o), a->batch, d->epilogue};
+    if (workspace_size && !valid_device_range(workspace, workspace_size, &left))
+        return wrong(call, PC, "the workspace is smaller than its size says");
+    Product p{d->ta != CUBLAS_OP_N, d->tb != CUBLAS_OP_N, *(const float*)alpha,
+              *(const float*)beta,  lt_matrix(A, *a),     lt_matrix(B, *b),
+              lt_matrix(C, *c),     lt_matrix(D, *o),     a->batch,
+              d->epilogue};
     if (p.epilogue.bias_type == (cudaDataType)-1) p.epilogue.bias_type = o->type;
-    if (p.epilogue.aux.p) p.epilogue.aux = {p.epilogue.aux.p, d->aux_type < 0 ? o->type : (cudaDataType)d->aux_type, o->rows, o->cols, (size_t)d->aux_ld, d->aux_stride};
+    if (p.epilogue.aux.p)
+        p.epilogue.aux = {p.epilogue.aux.p,  d->aux_type < 0 ? o->type : (cudaDataType)d->aux_type,
+                          o->rows,           o->cols,
+                          (size_t)d->aux_ld, d->aux_stride};
     return issue(call, PC, p, stream);
 }
 }

@@ -55,13 +55,13 @@ struct ThreadId { uint3 tid; int lane, warp, linear; };
 extern __thread ThreadId* cur;                         // the CUDA thread that runs now; null in host code
 
 // ---- kernels and launches
-struct Kernel {                                        // one instance of a kernel: translate.py puts a static one into each
+struct Kernel {  // one instance of a kernel: translate.py puts a static one into each
     int max_threads;                                   // __launch_bounds__, 0 if none
     const void* address;                               // the function, found on first entry
     const char* name;
 };
 extern __thread Kernel* entered;
-void enter_first(Kernel& k, void* pc);                 // first thread of a launch: attributes and bounds are checked there
+void enter_first(Kernel& k, void* pc);  // first thread of a launch: attributes and bounds are checked there
 EMU_HOOK inline void enter(Kernel& k) { if (entered != &k) enter_first(k, EMU_PC); }
 
 struct Closure { void (*call)(void*); std::shared_ptr<void> data; size_t size; };
@@ -72,7 +72,8 @@ struct Launch {
     Launch(const char* name, dim3 grid, dim3 block, size_t smem = 0, cudaStream_t stream = nullptr, EMU_AT)
         : c{grid, block, smem, stream, name, f, l} {}
     template <class F, class... A> struct Pack { F f; std::tuple<A...> args; };
-    template <class F, class... A> void go(F f, A... args) {      // arguments are copied when the launch is issued, as CUDA does
+    template <class F, class... A>
+    void go(F f, A... args) {    // arguments are copied when the launch is issued, as CUDA does
         using P = Pack<F, A...>;
         launch(c, {[](void* p) { auto* q = (P*)p; std::apply(q->f, q->args); },
                    std::make_shared<P>(P{f, std::tuple<A...>(args...)}), sizeof(P)});
@@ -94,7 +95,8 @@ void syncwarp(unsigned mask, const char* f, int l);
 unsigned activemask(const char* f, int l);
 void fence(bool device_wide, void* pc);
 enum AtomicKind { ATOMIC_LOAD, ATOMIC_WRITE, ATOMIC_CAS };
-void atomic_access(const void* p, size_t n, AtomicKind kind, void* pc);   // the checker's and the spin detector's view of an atomic
+void atomic_access(const void* p, size_t n, AtomicKind kind,
+                   void* pc);                          // the checker's and the spin detector's view of an atomic
 extern __thread bool quiet;                            // the checker looks away
 void poll();                                           // the thread waits for another one: let others run
 [[noreturn]] void trap(const char* f, int l);
@@ -127,7 +129,8 @@ template <class T> __attribute__((no_sanitize("thread"))) void shuffle_done(void
         }
     }
 }
-template <class T> inline __attribute__((no_sanitize("thread"))) T shuffle(unsigned mask, T v, int src, const char* f, int l) {
+template <class T>
+inline __attribute__((no_sanitize("thread"))) T shuffle(unsigned mask, T v, int src, const char* f, int l) {
     ShuffleArg<T> x;
     x.v = v;
     x.src = src & 31;
@@ -143,7 +146,8 @@ template <size_t N> struct Bits;
 template <> struct Bits<2> { using type = uint16_t; };
 template <> struct Bits<4> { using type = uint32_t; };
 template <> struct Bits<8> { using type = uint64_t; };
-template <AtomicKind K = ATOMIC_WRITE, class T, class F> inline __attribute__((no_sanitize("thread"))) T atomic_update(T* p, F op, void* pc) {
+template <AtomicKind K = ATOMIC_WRITE, class T, class F>
+inline __attribute__((no_sanitize("thread"))) T atomic_update(T* p, F op, void* pc) {
     using U = typename Bits<sizeof(T)>::type;
     atomic_access(p, sizeof(T), K, pc);
     quiet = true;                                      // the arithmetic in between is part of the atomic
@@ -162,7 +166,7 @@ template <class T> using Same = std::common_type_t<T>;  // not deduced: atomicAd
 
 // ---- built-in variables
 #define threadIdx (::emu::cur->tid)
-extern __thread uint3 blockIdx;                        // variables, not macros: host code often has names like gridDim of its own
+extern __thread uint3 blockIdx;  // variables, not macros: host code often has names like gridDim of its own
 extern __thread dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
 
@@ -178,7 +182,11 @@ EMU_HOOK inline void __threadfence_block() { emu::fence(false, EMU_PC); }
 inline void __nanosleep(unsigned) { emu::poll(); }
 inline void __trap(EMU_AT) { emu::trap(f, l); }
 inline void __brkpt() {}
-inline long long clock64() { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1000000000ll + t.tv_nsec; }
+inline long long clock64() {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
 
 // ---- warp operations
 template <class T> T __shfl_sync(unsigned m, T v, int src, int w = 32, EMU_AT) {
@@ -197,7 +205,9 @@ template <class T> T __shfl_up_sync(unsigned m, T v, unsigned d, int w = 32, EMU
     int n = emu::cur->lane;
     return emu::shuffle(m, v, (n & (w - 1)) >= (int)d ? n - (int)d : n, f, l);
 }
-inline unsigned __ballot_sync(unsigned m, int p, EMU_AT) { return (unsigned)emu::reduce(m, p != 0, emu::RED_BALLOT, f, l); }
+inline unsigned __ballot_sync(unsigned m, int p, EMU_AT) {
+    return (unsigned)emu::reduce(m, p != 0, emu::RED_BALLOT, f, l);
+}
 inline int __any_sync(unsigned m, int p, EMU_AT) { return emu::reduce(m, p != 0, emu::RED_OR, f, l) != 0; }
 inline int __all_sync(unsigned m, int p, EMU_AT) { return emu::reduce(m, p != 0, emu::RED_AND, f, l) != 0; }
 template <class T> T __reduce_add_sync(unsigned m, T v, EMU_AT) { return (T)emu::reduce(m, v, emu::RED_ADD, f, l); }
@@ -226,10 +236,19 @@ inline unsigned __activemask(EMU_AT) { return emu::activemask(f, l); }
 inline unsigned __lane_id() { return (unsigned)emu::cur->lane; }
 
 // ---- atomics, and the loads and stores with a cache hint
-#define EMU_ATOMIC(name, expression)                                                                                          \
-    template <class T> EMU_HOOK T name(T* p, emu::Same<T> v) { return emu::atomic_update(p, [v](T o) -> T { return (T)(expression); }, EMU_PC); } \
-    template <class T> EMU_HOOK T name##_block(T* p, emu::Same<T> v) { return emu::atomic_update(p, [v](T o) -> T { return (T)(expression); }, EMU_PC); } \
-    template <class T> EMU_HOOK T name##_system(T* p, emu::Same<T> v) { return emu::atomic_update(p, [v](T o) -> T { return (T)(expression); }, EMU_PC); }
+#define EMU_ATOMIC(name, expression)                                                                                   \
+    template <class T> EMU_HOOK T name(T* p, emu::Same<T> v) {                                                         \
+        return emu::atomic_update(                                                                                     \
+            p, [v](T o) -> T { return (T)(expression); }, EMU_PC);                                                     \
+    }                                                                                                                  \
+    template <class T> EMU_HOOK T name##_block(T* p, emu::Same<T> v) {                                                 \
+        return emu::atomic_update(                                                                                     \
+            p, [v](T o) -> T { return (T)(expression); }, EMU_PC);                                                     \
+    }                                                                                                                  \
+    template <class T> EMU_HOOK T name##_system(T* p, emu::Same<T> v) {                                                \
+        return emu::atomic_update(                                                                                     \
+            p, [v](T o) -> T { return (T)(expression); }, EMU_PC);                                                     \
+    }
 EMU_ATOMIC(atomicAdd, o + v)
 EMU_ATOMIC(atomicSub, o - v)
 EMU_ATOMIC(atomicMax, o > v ? o : v)
@@ -240,9 +259,18 @@ EMU_ATOMIC(atomicOr, o | v)
 EMU_ATOMIC(atomicXor, o ^ v)
 EMU_ATOMIC(atomicInc, o >= v ? 0u : o + 1)
 EMU_ATOMIC(atomicDec, o == 0 || o > v ? v : o - 1)
-template <class T> EMU_HOOK T atomicCAS(T* p, emu::Same<T> c, emu::Same<T> v) { return emu::atomic_update<emu::ATOMIC_CAS>(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
-template <class T> EMU_HOOK T atomicCAS_block(T* p, emu::Same<T> c, emu::Same<T> v) { return emu::atomic_update<emu::ATOMIC_CAS>(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
-template <class T> EMU_HOOK T atomicCAS_system(T* p, emu::Same<T> c, emu::Same<T> v) { return emu::atomic_update<emu::ATOMIC_CAS>(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC); }
+template <class T> EMU_HOOK T atomicCAS(T* p, emu::Same<T> c, emu::Same<T> v) {
+    return emu::atomic_update<emu::ATOMIC_CAS>(
+        p, [c, v](T o) { return o == c ? v : o; }, EMU_PC);
+}
+template <class T> EMU_HOOK T atomicCAS_block(T* p, emu::Same<T> c, emu::Same<T> v) {
+    return emu::atomic_update<emu::ATOMIC_CAS>(
+        p, [c, v](T o) { return o == c ? v : o; }, EMU_PC);
+}
+template <class T> EMU_HOOK T atomicCAS_system(T* p, emu::Same<T> c, emu::Same<T> v) {
+    return emu::atomic_update<emu::ATOMIC_CAS>(
+        p, [c, v](T o) { return o == c ? v : o; }, EMU_PC);
+}
 #define EMU_LOAD(name) template <class T> inline T name(const T* p) { return *p; }
 EMU_LOAD(__ldg) EMU_LOAD(__ldcs) EMU_LOAD(__ldcg) EMU_LOAD(__ldca) EMU_LOAD(__ldlu) EMU_LOAD(__ldcv)
 #define EMU_STORE(name) template <class T> inline void name(T* p, emu::Same<T> v) { *p = v; }

@@ -1,37 +1,50 @@
 // The runtime API's C++ overloads, which cuda_runtime.h defines for nvcc only.
 #pragma once
-template <class F> inline cudaError_t cudaFuncSetAttribute(F* f, cudaFuncAttribute a, int v) { return ::cudaFuncSetAttribute((const void*)f, a, v); }
+template <class F> inline cudaError_t cudaFuncSetAttribute(F* f, cudaFuncAttribute a, int v) {
+    return ::cudaFuncSetAttribute((const void*)f, a, v);
+}
 template <class F> inline cudaError_t cudaFuncSetCacheConfig(F*, cudaFuncCache) { return cudaSuccess; }
-template <class F> inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, F* f) { return ::cudaFuncGetAttributes(a, (const void*)f); }
-template <class F> inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, F* f, int threads, size_t smem) {
+template <class F> inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, F* f) {
+    return ::cudaFuncGetAttributes(a, (const void*)f);
+}
+template <class F>
+inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, F* f, int threads, size_t smem) {
     return ::cudaOccupancyMaxActiveBlocksPerMultiprocessor(n, (const void*)f, threads, smem);
 }
-template <class F> inline cudaError_t cudaOccupancyMaxPotentialBlockSize(int* grid, int* block, F*, size_t = 0, int limit = 0) {
+template <class F>
+inline cudaError_t cudaOccupancyMaxPotentialBlockSize(int* grid, int* block, F*, size_t = 0, int limit = 0) {
     *block = limit ? limit : 256;
     *grid = 132 * 4;
     return cudaSuccess;
 }
-template <class T> EMU_HOOK cudaError_t cudaMemcpyToSymbol(const T& v, const void* src, size_t n, size_t offset = 0, cudaMemcpyKind k = cudaMemcpyHostToDevice) {
+template <class T> EMU_HOOK cudaError_t cudaMemcpyToSymbol(const T& v, const void* src, size_t n, size_t offset = 0,
+                                                           cudaMemcpyKind k = cudaMemcpyHostToDevice) {
     return emu::symbol_copy(&v, sizeof(T), offset, src, nullptr, n, k, nullptr, false, EMU_PC);
 }
-template <class T> EMU_HOOK cudaError_t cudaMemcpyFromSymbol(void* dst, const T& v, size_t n, size_t offset = 0, cudaMemcpyKind k = cudaMemcpyDeviceToHost) {
+template <class T> EMU_HOOK cudaError_t cudaMemcpyFromSymbol(void* dst, const T& v, size_t n, size_t offset = 0,
+                                                             cudaMemcpyKind k = cudaMemcpyDeviceToHost) {
     return emu::symbol_copy(&v, sizeof(T), offset, nullptr, dst, n, k, nullptr, false, EMU_PC);
 }
-template <class T> EMU_HOOK cudaError_t cudaMemcpyToSymbolAsync(const T& v, const void* src, size_t n, size_t offset, cudaMemcpyKind k, cudaStream_t s = nullptr) {
+template <class T> EMU_HOOK cudaError_t cudaMemcpyToSymbolAsync(const T& v, const void* src, size_t n, size_t offset,
+                                                                cudaMemcpyKind k, cudaStream_t s = nullptr) {
     return emu::symbol_copy(&v, sizeof(T), offset, src, nullptr, n, k, s, true, EMU_PC);
 }
-template <class T> EMU_HOOK cudaError_t cudaMemcpyFromSymbolAsync(void* dst, const T& v, size_t n, size_t offset, cudaMemcpyKind k, cudaStream_t s = nullptr) {
+template <class T> EMU_HOOK cudaError_t cudaMemcpyFromSymbolAsync(void* dst, const T& v, size_t n, size_t offset,
+                                                                  cudaMemcpyKind k, cudaStream_t s = nullptr) {
     return emu::symbol_copy(&v, sizeof(T), offset, nullptr, dst, n, k, s, true, EMU_PC);
 }
 template <class T> inline cudaError_t cudaGetSymbolAddress(void** p, const T& v) { *p = (void*)&v; return cudaSuccess; }
 template <class T> inline cudaError_t cudaGetSymbolSize(size_t* n, const T&) { *n = sizeof(T); return cudaSuccess; }
 namespace emu {
-template <class... A, size_t... I> inline void launch_array(Launch l, void (*k)(A...), void** args, std::index_sequence<I...>) {
+template <class... A, size_t... I>
+inline void launch_array(Launch l, void (*k)(A...), void** args, std::index_sequence<I...>) {
     (void)args;
     l.go([k](auto... a) { k(a...); }, *(std::decay_t<A>*)args[I]...);
 }
 }
-template <class... A> inline cudaError_t cudaLaunchKernel(void (*k)(A...), dim3 grid, dim3 block, void** args, size_t smem = 0, cudaStream_t s = nullptr, EMU_AT) {
-    emu::launch_array(emu::Launch("cudaLaunchKernel", grid, block, smem, s, f, l), k, args, std::index_sequence_for<A...>());
+template <class... A> inline cudaError_t cudaLaunchKernel(void (*k)(A...), dim3 grid, dim3 block, void** args,
+                                                          size_t smem = 0, cudaStream_t s = nullptr, EMU_AT) {
+    emu::launch_array(emu::Launch("cudaLaunchKernel", grid, block, smem, s, f, l), k, args,
+                      std::index_sequence_for<A...>());
     return cudaPeekAtLastError();
 }

@@ -55,7 +55,9 @@ inline long long __double_as_longlong(double x) { return emu::bits<long long>(x)
 inline double __longlong_as_double(long long x) { return emu::bits<double>(x); }
 inline int __double2hiint(double x) { return (int)(emu::bits<long long>(x) >> 32); }
 inline int __double2loint(double x) { return (int)emu::bits<long long>(x); }
-inline double __hiloint2double(int hi, int lo) { return emu::bits<double>((long long)((uint64_t)(unsigned)hi << 32 | (unsigned)lo)); }
+inline double __hiloint2double(int hi, int lo) {
+    return emu::bits<double>((long long)((uint64_t)(unsigned)hi << 32 | (unsigned)lo));
+}
 
 // ---- conversions: CUDA saturates where C++ is undefined, and NaN becomes 0
 namespace emu {
@@ -91,7 +93,9 @@ inline unsigned __brev(unsigned x) {
     for (int i = 0; i < 32; i++) r |= (x >> i & 1) << (31 - i);
     return r;
 }
-inline unsigned long long __brevll(unsigned long long x) { return (unsigned long long)__brev((unsigned)x) << 32 | __brev((unsigned)(x >> 32)); }
+inline unsigned long long __brevll(unsigned long long x) {
+    return (unsigned long long)__brev((unsigned)x) << 32 | __brev((unsigned)(x >> 32));
+}
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
     uint64_t all = (uint64_t)y << 32 | x;
     unsigned r = 0;
@@ -102,13 +106,23 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
     }
     return r;
 }
-inline unsigned __funnelshift_l(unsigned lo, unsigned hi, unsigned n) { n &= 31; return n ? hi << n | lo >> (32 - n) : hi; }
-inline unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned n) { n &= 31; return n ? lo >> n | hi << (32 - n) : lo; }
+inline unsigned __funnelshift_l(unsigned lo, unsigned hi, unsigned n) {
+    n &= 31;
+    return n ? hi << n | lo >> (32 - n) : hi;
+}
+inline unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned n) {
+    n &= 31;
+    return n ? lo >> n | hi << (32 - n) : lo;
+}
 inline int __mulhi(int a, int b) { return (int)((int64_t)a * b >> 32); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
 inline long long __mul64hi(long long a, long long b) { return (long long)((__int128)a * b >> 64); }
-inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned long long)((unsigned __int128)a * b >> 64); }
-inline int __mul24(int a, int b) { return (int)((int64_t)((int)((unsigned)a << 8) >> 8) * ((int)((unsigned)b << 8) >> 8)); }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned long long)((unsigned __int128)a * b >> 64);
+}
+inline int __mul24(int a, int b) {
+    return (int)((int64_t)((int)((unsigned)a << 8) >> 8) * ((int)((unsigned)b << 8) >> 8));
+}
 inline unsigned __umul24(unsigned a, unsigned b) { return (a & 0xffffffu) * (b & 0xffffffu); }
 inline unsigned __sad(int a, int b, unsigned c) { return c + (unsigned)(a > b ? a - b : b - a); }
 inline unsigned __usad(unsigned a, unsigned b, unsigned c) { return c + (a > b ? a - b : b - a); }

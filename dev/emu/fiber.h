@@ -24,7 +24,8 @@ void fiber_main(Fiber* f);
 void fiber_switch(Fiber* from, Fiber* to);
 // The first call in an entry function.
 void fiber_entered();
-// True if the address lies in some fiber's stack. (If it also faulted it is a guard page: the thread has used up its stack.)
+// True if the address lies in some fiber's stack. (If it also faulted it is a guard page: the thread has used up its
+// stack.)
 bool fiber_in_stack(const void* address);
 
 }

@@ -40,13 +40,15 @@ extern std::atomic<long> report_count;
 // One fault, printed once for each pair of lines. `pc` (and `other_pc`, or null) are code addresses; the text follows.
 void report(const char* kind, void* pc, void* other_pc, const char* format, ...) __attribute__((format(printf, 4, 5)));
 // The same where file and line are known.
-void report_at(const char* kind, const char* file, int line, const char* format, ...) __attribute__((format(printf, 4, 5)));
+void report_at(const char* kind, const char* file, int line, const char* format, ...)
+    __attribute__((format(printf, 4, 5)));
 std::string where(const void* pc);                    // "file.cu:12"
 std::string who();                                    // "kernel k, block (0,0,0), thread (5,0,0)"
 std::string thread_name(int linear, dim3 block);      // "(5,0,0)"
 std::string block_name(long linear, dim3 grid);
-[[noreturn]] void fatal(const char* format, ...) __attribute__((format(printf, 1, 2)));   // the emulator cannot go on: exit code 1
-void watch_thread();                                   // this thread runs kernels: the watchdog and the fault handler know it
+[[noreturn]] void fatal(const char* format, ...)
+    __attribute__((format(printf, 1, 2)));    // the emulator cannot go on: exit code 1
+void watch_thread();  // this thread runs kernels: the watchdog and the fault handler know it
 bool failing(const char* function);                    // EMU_FAIL=cudaMalloc:7 asks for this call to fail
 
 // ---------------------------------------------------------------- threads, warps, blocks
@@ -141,7 +143,7 @@ extern __thread Worker* worker;
 inline Thread* this_thread() { return (Thread*)cur; }
 
 void run_grid(Grid& g);          // returns when every block has finished
-Kernel* probe_kernel(const Closure& c);               // which kernel the closure calls (it runs up to its first statement)
+Kernel* probe_kernel(const Closure& c);  // which kernel the closure calls (it runs up to its first statement)
 char* shared_alloc(Block* b, size_t n, size_t align, const char* name);
 
 // ---------------------------------------------------------------- the checker (check.cpp; nocheck.cpp does nothing)
@@ -169,7 +171,7 @@ void check_op_copy(void* dst, const void* src, size_t n);          // initialise
 // Host memory that an unfinished operation still uses.
 void check_host_pending(Op* op, const void* p, size_t n, bool written);
 void check_exit();
-void note_poll(const void* p, void* pc);               // an atomic or volatile access; lets others run when it looks like waiting
+void note_poll(const void* p, void* pc);  // an atomic or volatile access; lets others run when it looks like waiting
 // counters (count.cpp)
 extern bool counting;
 void count_access(const void* pc, const Thread* t, uintptr_t address, size_t n, bool shared, bool write);

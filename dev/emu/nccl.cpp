@@ -1,6 +1,7 @@
-// NCCL over MPI: collectives in stream order, one process a rank. Ranks first compare which collective they are about to
-// run, so that a rank with another sequence is reported, and wait for each other with a time limit, so that none hangs.
-// Sums are taken in fp32 in rank order and rounded once; EMU_NCCL=ring adds and rounds at every hop, as a ring does.
+// NCCL over MPI: collectives in stream order, one process a rank. Ranks first compare which collective they are about
+// to run, so that a rank with another sequence is reported, and wait for each other with a time limit, so that none
+// hangs. Sums are taken in fp32 in rank order and rounded once; EMU_NCCL=ring adds and rounds at every hop, as a ring
+// does.
 #include <math.h>
 #include <mpi.h>
 #include <nccl.h>
@@ -25,7 +26,18 @@ namespace emu {
 const unsigned ALIVE = 0x4e43434c;
 enum Kind { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE };
 static const char* kind_name[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclBroadcast", "ncclReduce"};
-struct Collective { Kind kind; const void* send; void* recv; size_t count; ncclDataType_t type; ncclRedOp_t op; int root; ncclComm* comm; cudaStream_t stream; void* pc; };
+struct Collective {
+    Kind kind;
+    const void* send;
+    void* recv;
+    size_t count;
+    ncclDataType_t type;
+    ncclRedOp_t op;
+    int root;
+    ncclComm* comm;
+    cudaStream_t stream;
+    void* pc;
+};
 static thread_local int group_depth;
 static thread_local std::vector<Collective> group;
 
@@ -115,7 +127,8 @@ static bool finish(MPI_Request* request, const Collective& c, const char* stage)
         if (now() - start > limit) break;
         usleep(50);
     }
-    report("NCCL", c.pc, nullptr, "%s (number %ld of this communicator): other ranks did not come within %g s (%s; EMU_NCCL_TIMEOUT)",
+    report("NCCL", c.pc, nullptr,
+           "%s (number %ld of this communicator): other ranks did not come within %g s (%s; EMU_NCCL_TIMEOUT)",
            kind_name[c.kind], (long)c.comm->sequence, limit, stage);
     MPI_Abort(MPI_COMM_WORLD, 1);
     return false;
@@ -132,8 +145,11 @@ static bool agreed(const Collective& c) {
     for (int i = 0; i < ranks; i++) {
         const int64_t* other = &all[(size_t)i * 6];
         if (!memcmp(mine, other, sizeof mine)) continue;
-        report("NCCL", c.pc, nullptr, "rank %d runs %s of %zu elements as collective number %ld, rank %d runs %s of %ld elements (or another type, operation or root)",
-               c.comm->rank, kind_name[c.kind], c.count, (long)c.comm->sequence, i, kind_name[other[1]], (long)other[2]);
+        report("NCCL", c.pc, nullptr,
+               "rank %d runs %s of %zu elements as collective number %ld, rank %d runs %s of %ld elements (or another "
+               "type, operation or root)",
+               c.comm->rank, kind_name[c.kind], c.count, (long)c.comm->sequence, i, kind_name[other[1]],
+               (long)other[2]);
         c.comm->error = ncclInvalidUsage;
         return false;
     }
@@ -158,15 +174,21 @@ static void run(const Collective& c) {
     comm->sequence++;
     if (comm->mpi != MPI_COMM_NULL && !agreed(c)) return;
     size_t size = size_of(c.type), ranks = (size_t)comm->ranks, rank = (size_t)comm->rank;
-    size_t sent = c.kind == REDUCE_SCATTER ? c.count * ranks : c.count, received = c.kind == ALL_GATHER ? c.count * ranks : c.count;
+    size_t sent = c.kind == REDUCE_SCATTER ? c.count * ranks : c.count,
+           received = c.kind == ALL_GATHER ? c.count * ranks : c.count;
     bool gives = c.kind != BROADCAST || comm->rank == c.root, takes = c.kind != REDUCE || comm->rank == c.root;
     if (gives) check_op_touch(c.send, sent * size, false);
-    std::vector<char> all = gather(gives ? c : Collective{c.kind, c.recv, c.recv, c.count, c.type, c.op, c.root, c.comm, c.stream, c.pc}, sent * size);
+    std::vector<char> all =
+        gather(gives ? c : Collective{c.kind, c.recv, c.recv, c.count, c.type, c.op, c.root, c.comm, c.stream, c.pc},
+               sent * size);
     if (!takes) return;
     check_op_touch(c.recv, received * size, true);
     if (c.kind == ALL_GATHER) memcpy(c.recv, all.data(), received * size);
     else if (c.kind == BROADCAST) memcpy(c.recv, all.data() + (size_t)c.root * sent * size, received * size);
-    else for (size_t i = 0; i < received; i++) store(c.recv, i, c.type, reduce_one(all.data(), c.kind == REDUCE_SCATTER ? rank * c.count + i : i, sent, c));
+    else
+        for (size_t i = 0; i < received; i++)
+            store(c.recv, i, c.type,
+                  reduce_one(all.data(), c.kind == REDUCE_SCATTER ? rank * c.count + i : i, sent, c));
 }
 
 // ---------------------------------------------------------------- issuing
@@ -180,13 +202,19 @@ static ncclResult_t issue(const Collective& c) {
     if (!c.comm || c.comm->magic != ALIVE) return wrong(c, "the communicator was never created, or was destroyed");
     if (!size_of(c.type)) return wrong(c, "this data type is not emulated");
     size_t left, ranks = (size_t)c.comm->ranks, size = size_of(c.type);
-    size_t sent = (c.kind == REDUCE_SCATTER ? c.count * ranks : c.count) * size, received = (c.kind == ALL_GATHER ? c.count * ranks : c.count) * size;
+    size_t sent = (c.kind == REDUCE_SCATTER ? c.count * ranks : c.count) * size,
+           received = (c.kind == ALL_GATHER ? c.count * ranks : c.count) * size;
     bool gives = c.kind != BROADCAST || c.comm->rank == c.root;
-    if (gives && !valid_device_range(c.send, sent, &left)) return wrong(c, "the send buffer is not device memory of that size");
-    if (!valid_device_range(c.recv, received, &left)) return wrong(c, "the receive buffer is not device memory of that size");
+    if (gives && !valid_device_range(c.send, sent, &left))
+        return wrong(c, "the send buffer is not device memory of that size");
+    if (!valid_device_range(c.recv, received, &left))
+        return wrong(c, "the receive buffer is not device memory of that size");
     const char *s = (const char*)c.send, *r = (const char*)c.recv;
-    const char* in_place = c.kind == ALL_GATHER ? r + (size_t)c.comm->rank * sent : c.kind == REDUCE_SCATTER ? r - (size_t)c.comm->rank * received : r;
-    if (gives && s < r + received && r < s + sent && s != in_place) return wrong(c, "the buffers overlap, but not as in-place operation demands");
+    const char* in_place = c.kind == ALL_GATHER       ? r + (size_t)c.comm->rank * sent
+                           : c.kind == REDUCE_SCATTER ? r - (size_t)c.comm->rank * received
+                                                      : r;
+    if (gives && s < r + received && r < s + sent && s != in_place)
+        return wrong(c, "the buffers overlap, but not as in-place operation demands");
     if (group_depth) {
         group.push_back(c);
         return ncclSuccess;
@@ -199,7 +227,8 @@ using namespace emu;
 
 extern "C" {
 const char* ncclGetErrorString(ncclResult_t r) {
-    static const char* text[] = {"no error", "unhandled cuda error", "unhandled system error", "internal error", "invalid argument", "invalid usage", "remote process exited", "in progress"};
+    static const char* text[] = {"no error",         "unhandled cuda error", "unhandled system error", "internal error",
+                                 "invalid argument", "invalid usage",        "remote process exited",  "in progress"};
     return r >= 0 && r < 8 ? text[r] : "unknown result code";
 }
 const char* ncclGetLastError(ncclComm_t) { return ""; }
@@ -219,7 +248,10 @@ ncclResult_t ncclCommInitRank(ncclComm_t* out, int ranks, ncclUniqueId id, int r
     MPI_Initialized(&ready);
     if (ready) MPI_Comm_size(MPI_COMM_WORLD, &world);
     if (ranks < 1 || rank < 0 || rank >= ranks || (ranks > 1 && ranks != world)) {
-        report("NCCL", PC, nullptr, "ncclCommInitRank(%d ranks, rank %d): MPI runs %d processes (mpirun -np), a communicator has one or all of them", ranks, rank, world);
+        report("NCCL", PC, nullptr,
+               "ncclCommInitRank(%d ranks, rank %d): MPI runs %d processes (mpirun -np), a communicator has one or all "
+               "of them",
+               ranks, rank, world);
         return ncclInvalidArgument;
     }
     auto* c = new ncclComm{ALIVE, MPI_COMM_NULL, ranks, rank, 0, ncclSuccess, false};
@@ -228,14 +260,17 @@ ncclResult_t ncclCommInitRank(ncclComm_t* out, int ranks, ncclUniqueId id, int r
         ncclUniqueId first = id;
         MPI_Bcast(&first, sizeof first, MPI_BYTE, 0, c->mpi);
         if (memcmp(&first, &id, sizeof id)) {
-            report("NCCL", PC, nullptr, "ncclCommInitRank: rank %d has another unique id than rank 0 (it was not broadcast)", rank);
+            report("NCCL", PC, nullptr,
+                   "ncclCommInitRank: rank %d has another unique id than rank 0 (it was not broadcast)", rank);
             return ncclInvalidArgument;
         }
     }
     *out = c;
     return ncclSuccess;
 }
-ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int ranks, ncclUniqueId id, int rank, ncclConfig_t*) { return ncclCommInitRank(c, ranks, id, rank); }
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int ranks, ncclUniqueId id, int rank, ncclConfig_t*) {
+    return ncclCommInitRank(c, ranks, id, rank);
+}
 ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 ncclResult_t ncclCommDestroy(ncclComm_t c) {
     MAY_FAIL(ncclCommDestroy);
@@ -285,10 +320,26 @@ ncclResult_t ncclGroupEnd(void) {
     for (auto& c : all) enqueue(c.stream, kind_name[c.kind], c.pc, [c] { run(c); });
     return ncclSuccess;
 }
-ncclResult_t ncclAllReduce(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t st) { return issue({ALL_REDUCE, s, r, n, t, op, 0, c, st, PC}); }
-ncclResult_t ncclReduceScatter(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t st) { return issue({REDUCE_SCATTER, s, r, n, t, op, 0, c, st, PC}); }
-ncclResult_t ncclAllGather(const void* s, void* r, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t st) { return issue({ALL_GATHER, s, r, n, t, ncclSum, 0, c, st, PC}); }
-ncclResult_t ncclBroadcast(const void* s, void* r, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t st) { return issue({BROADCAST, s, r, n, t, ncclSum, root, c, st, PC}); }
-ncclResult_t ncclBcast(void* p, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t st) { return issue({BROADCAST, p, p, n, t, ncclSum, root, c, st, PC}); }
-ncclResult_t ncclReduce(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, int root, ncclComm_t c, cudaStream_t st) { return issue({REDUCE, s, r, n, t, op, root, c, st, PC}); }
+ncclResult_t ncclAllReduce(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
+                           cudaStream_t st) {
+    return issue({ALL_REDUCE, s, r, n, t, op, 0, c, st, PC});
+}
+ncclResult_t ncclReduceScatter(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
+                               cudaStream_t st) {
+    return issue({REDUCE_SCATTER, s, r, n, t, op, 0, c, st, PC});
+}
+ncclResult_t ncclAllGather(const void* s, void* r, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t st) {
+    return issue({ALL_GATHER, s, r, n, t, ncclSum, 0, c, st, PC});
+}
+ncclResult_t ncclBroadcast(const void* s, void* r, size_t n, ncclDataType_t t, int root, ncclComm_t c,
+                           cudaStream_t st) {
+    return issue({BROADCAST, s, r, n, t, ncclSum, root, c, st, PC});
+}
+ncclResult_t ncclBcast(void* p, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t st) {
+    return issue({BROADCAST, p, p, n, t, ncclSum, root, c, st, PC});
+}
+ncclResult_t ncclReduce(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, int root, ncclComm_t c,
+                        cudaStream_t st) {
+    return issue({REDUCE, s, r, n, t, op, root, c, st, PC});
+}
 }

@@ -63,7 +63,7 @@ const Options& options() {
     return o;
 }
 
-const Limits& limits() {                               // CUDA programming guide, "technical specifications per compute capability"
+const Limits& limits() {  // CUDA programming guide, "technical specifications per compute capability"
     static const Limits table[] = {{48 << 10, 163 << 10, 164 << 10, 65536, 2048, 32, 108},
                                    {48 << 10, 99 << 10, 100 << 10, 65536, 1536, 24, 128},
                                    {48 << 10, 227 << 10, 228 << 10, 65536, 2048, 32, 132},
@@ -108,7 +108,8 @@ static std::string program() {
 }
 
 static bool ours(const char* line) {                   // headers that stand between the user's line and us
-    for (const char* h : {"/emu.h:", "/emu_math.h:", "/emu_host.h:", "/ptx.cuh:", "cuda_bf16", "cuda_fp16", "cuda_runtime.h", "vector_functions", "/c++/", "??:"})
+    for (const char* h : {"/emu.h:", "/emu_math.h:", "/emu_host.h:", "/ptx.cuh:", "cuda_bf16", "cuda_fp16",
+                          "cuda_runtime.h", "vector_functions", "/c++/", "??:"})
         if (strstr(line, h)) return true;
     return false;
 }
@@ -133,17 +134,20 @@ std::string where(const void* pc) {
 
 std::string thread_name(int linear, dim3 block) {
     unsigned i = (unsigned)linear;
-    return "(" + std::to_string(i % block.x) + "," + std::to_string(i / block.x % block.y) + "," + std::to_string(i / block.x / block.y) + ")";
+    return "(" + std::to_string(i % block.x) + "," + std::to_string(i / block.x % block.y) + "," +
+           std::to_string(i / block.x / block.y) + ")";
 }
 
 std::string block_name(long linear, dim3 grid) {
-    return "(" + std::to_string(linear % grid.x) + "," + std::to_string(linear / grid.x % grid.y) + "," + std::to_string(linear / grid.x / grid.y) + ")";
+    return "(" + std::to_string(linear % grid.x) + "," + std::to_string(linear / grid.x % grid.y) + "," +
+           std::to_string(linear / grid.x / grid.y) + ")";
 }
 
 std::string who() {
     Thread* t = this_thread();
     if (!worker || !worker->block || !worker->grid.load()) return running_op ? running_op->name : "host";
-    std::string s = std::string("kernel ") + worker->block->grid->config.name + ", block " + block_name(worker->block->linear, gridDim);
+    std::string s = std::string("kernel ") + worker->block->grid->config.name + ", block " +
+                    block_name(worker->block->linear, gridDim);
     return t ? s + ", thread " + thread_name(t->linear, blockDim) : s;
 }
 
@@ -207,8 +211,8 @@ static void on_hang(int, siginfo_t*, void* context) {
 #else
     (void)context;
 #endif
-    fprintf(stderr, "emu: %s: watchdog: no thread made progress for %g s (EMU_WATCHDOG)\nemu:     by %s\n", where((char*)pc + 1).c_str(),
-            options().watchdog, who().c_str());
+    fprintf(stderr, "emu: %s: watchdog: no thread made progress for %g s (EMU_WATCHDOG)\nemu:     by %s\n",
+            where((char*)pc + 1).c_str(), options().watchdog, who().c_str());
     fflush(stdout);
     _exit(1);
 }
@@ -222,10 +226,13 @@ __attribute__((unused)) static void on_fault(int signal, siginfo_t* info, void* 
 #else
     (void)context;
 #endif
-    const char* what = signal == SIGFPE ? "division by zero or overflow" :
-                       fiber_in_stack(info->si_addr) ? "stack overflow: local memory is used up (EMU_STACK gives a thread more KiB)" : "memory fault";
+    const char* what = signal == SIGFPE ? "division by zero or overflow"
+                       : fiber_in_stack(info->si_addr)
+                           ? "stack overflow: local memory is used up (EMU_STACK gives a thread more KiB)"
+                           : "memory fault";
     fflush(stdout);
-    fprintf(stderr, "emu: %s: %s at address %p\nemu:     by %s\n", where((char*)pc + 1).c_str(), what, info->si_addr, who().c_str());
+    fprintf(stderr, "emu: %s: %s at address %p\nemu:     by %s\n", where((char*)pc + 1).c_str(), what, info->si_addr,
+            who().c_str());
     _exit(1);
 }
 

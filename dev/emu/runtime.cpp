@@ -36,9 +36,12 @@ struct Place { PointerKind kind; size_t left; char* start; };       // left: byt
 static bool within(const void* p, char* a, char* b) { return a && (char*)p >= a && (char*)p < b; }
 
 static Place locate(const void* p) {
-    if (within(p, __start_emu_device, __stop_emu_device)) return {POINTER_DEVICE, (size_t)(__stop_emu_device - (char*)p), (char*)p};
-    if (within(p, __start_emu_constant, __stop_emu_constant)) return {POINTER_DEVICE, (size_t)(__stop_emu_constant - (char*)p), (char*)p};
-    if (within(p, __start_emu_managed, __stop_emu_managed)) return {POINTER_MANAGED, (size_t)(__stop_emu_managed - (char*)p), (char*)p};
+    if (within(p, __start_emu_device, __stop_emu_device))
+        return {POINTER_DEVICE, (size_t)(__stop_emu_device - (char*)p), (char*)p};
+    if (within(p, __start_emu_constant, __stop_emu_constant))
+        return {POINTER_DEVICE, (size_t)(__stop_emu_constant - (char*)p), (char*)p};
+    if (within(p, __start_emu_managed, __stop_emu_managed))
+        return {POINTER_MANAGED, (size_t)(__stop_emu_managed - (char*)p), (char*)p};
     std::lock_guard<std::mutex> guard(memory_lock);
     auto it = allocations().upper_bound((char*)p);
     if (it == allocations().begin()) return {POINTER_HOST, 0, nullptr};
@@ -46,7 +49,10 @@ static Place locate(const void* p) {
     size_t offset = (size_t)((char*)p - it->first);
     const Allocation& a = it->second;
     if (offset > a.size) return {POINTER_HOST, 0, nullptr};
-    PointerKind kind = a.freed ? POINTER_FREED : a.kind == MEMORY_DEVICE ? POINTER_DEVICE : a.kind == MEMORY_PINNED ? POINTER_PINNED : POINTER_MANAGED;
+    PointerKind kind = a.freed                   ? POINTER_FREED
+                       : a.kind == MEMORY_DEVICE ? POINTER_DEVICE
+                       : a.kind == MEMORY_PINNED ? POINTER_PINNED
+                                                 : POINTER_MANAGED;
     if (offset == a.size && kind != POINTER_FREED && a.size) return {kind, 0, it->first};
     return {kind, a.size - offset, it->first};
 }
@@ -60,7 +66,8 @@ bool valid_device_range(const void* p, size_t n, size_t* left) {
 static cudaError_t allocate(void** out, size_t n, MemoryKind kind) {
     *out = nullptr;
     size_t limit = (size_t)(options().memory_gib * (double)(1ull << 30));
-    if (kind == MEMORY_DEVICE && (n > limit || used_bytes[current_device] + n > limit)) return set_error(cudaErrorMemoryAllocation);
+    if (kind == MEMORY_DEVICE && (n > limit || used_bytes[current_device] + n > limit))
+        return set_error(cudaErrorMemoryAllocation);
     void* p = nullptr;
     if (checking) p = check_malloc(n, kind);
     else if (posix_memalign(&p, 256, n ? n : 1)) p = nullptr;
@@ -78,11 +85,15 @@ static cudaError_t release(void* p, bool host, const char* name, void* pc) {
     cudaDeviceSynchronize();                           // as the hardware does: memory in use is not taken away
     std::lock_guard<std::mutex> guard(memory_lock);
     auto it = allocations().find((char*)p);
-    const char* wrong = it == allocations().end() ? "this address was not allocated by CUDA, or is not the start of an allocation" :
-                        it->second.freed ? "it was freed before" :
-                        (it->second.kind == MEMORY_PINNED) != host ? "it was allocated by another function (cudaFree is for device and managed memory, cudaFreeHost for pinned)" : nullptr;
+    const char* wrong =
+        it == allocations().end() ? "this address was not allocated by CUDA, or is not the start of an allocation"
+        : it->second.freed        ? "it was freed before"
+        : (it->second.kind == MEMORY_PINNED) != host ? "it was allocated by another function (cudaFree is for device "
+                                                       "and managed memory, cudaFreeHost for pinned)"
+                                                     : nullptr;
     if (wrong) {
-        report(it != allocations().end() && it->second.freed ? "double free" : "bad free", pc, nullptr, "%s(%p): %s", name, p, wrong);
+        report(it != allocations().end() && it->second.freed ? "double free" : "bad free", pc, nullptr, "%s(%p): %s",
+               name, p, wrong);
         return set_error(cudaErrorInvalidValue);
     }
     Allocation& a = it->second;
@@ -108,9 +119,11 @@ static bool check_side(const char* call, const Side& s, size_t n, void* pc) {
     } else if (s.device && x.kind == POINTER_HOST) {
         report("wrong pointer", pc, nullptr, "%s: the %s (%p) is not device memory", call, s.name, s.p);
     } else if (!s.device && x.kind == POINTER_DEVICE) {
-        report("wrong pointer", pc, nullptr, "%s: the %s (%p) is device memory, the direction says host", call, s.name, s.p);
+        report("wrong pointer", pc, nullptr, "%s: the %s (%p) is device memory, the direction says host", call, s.name,
+               s.p);
     } else if (x.kind != POINTER_HOST && n > x.left) {
-        report("out of bounds", pc, nullptr, "%s of %zu bytes, but only %zu are left of the %s's allocation", call, n, x.left, s.name);
+        report("out of bounds", pc, nullptr, "%s of %zu bytes, but only %zu are left of the %s's allocation", call, n,
+               x.left, s.name);
     } else {
         return true;
     }
@@ -121,7 +134,8 @@ static bool check_side(const char* call, const Side& s, size_t n, void* pc) {
 static cudaMemcpyKind infer(cudaMemcpyKind kind, const void* dst, const void* src) {
     if (kind != cudaMemcpyDefault) return kind;
     bool d = locate(dst).kind != POINTER_HOST, s = locate(src).kind != POINTER_HOST;
-    return d ? (s ? cudaMemcpyDeviceToDevice : cudaMemcpyHostToDevice) : (s ? cudaMemcpyDeviceToHost : cudaMemcpyHostToHost);
+    return d ? (s ? cudaMemcpyDeviceToDevice : cudaMemcpyHostToDevice)
+             : (s ? cudaMemcpyDeviceToHost : cudaMemcpyHostToHost);
 }
 
 struct Rows { void* dst; size_t dpitch; const void* src; size_t spitch, width, height; };
@@ -148,11 +162,13 @@ static cudaError_t copy(const char* call, Rows r, cudaMemcpyKind kind, cudaStrea
         }
     }
     size_t dbytes = (r.height - 1) * r.dpitch + r.width, sbytes = (r.height - 1) * r.spitch + r.width;
-    if (!check_side(call, {r.dst, to_device, "destination"}, dbytes, pc) || !check_side(call, {r.src, from_device, "source"}, sbytes, pc))
+    if (!check_side(call, {r.dst, to_device, "destination"}, dbytes, pc) ||
+        !check_side(call, {r.src, from_device, "source"}, sbytes, pc))
         return cudaErrorInvalidValue;
     bool pageable_dst = locate(r.dst).kind == POINTER_HOST, pageable_src = locate(r.src).kind == POINTER_HOST;
     std::shared_ptr<std::vector<char>> staged;
-    if (async && pageable_src && !pageable_dst && !is_registered(r.src)) {      // CUDA has staged pageable memory before the call returns
+    if (async && pageable_src && !pageable_dst &&
+        !is_registered(r.src)) {    // CUDA has staged pageable memory before the call returns
         staged = std::make_shared<std::vector<char>>((const char*)r.src, (const char*)r.src + sbytes);
         r.src = staged->data();
     }
@@ -164,7 +180,8 @@ static cudaError_t copy(const char* call, Rows r, cudaMemcpyKind kind, cudaStrea
     return cudaSuccess;
 }
 
-static cudaError_t fill(const char* call, void* p, size_t pitch, int value, size_t width, size_t height, cudaStream_t stream, void* pc) {
+static cudaError_t fill(const char* call, void* p, size_t pitch, int value, size_t width, size_t height,
+                        cudaStream_t stream, void* pc) {
     if (failing(call)) return set_error(cudaErrorUnknown);
     if (!width || !height) return cudaSuccess;
     if (!check_side(call, {p, true, "destination"}, (height - 1) * pitch + width, pc)) return cudaErrorInvalidValue;
@@ -177,15 +194,16 @@ static cudaError_t fill(const char* call, void* p, size_t pitch, int value, size
     return op ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 
-cudaError_t symbol_copy(const void* symbol, size_t symbol_size, size_t offset, const void* src, void* dst, size_t n, cudaMemcpyKind kind,
-                        cudaStream_t stream, bool async, void* pc) {
+cudaError_t symbol_copy(const void* symbol, size_t symbol_size, size_t offset, const void* src, void* dst, size_t n,
+                        cudaMemcpyKind kind, cudaStream_t stream, bool async, void* pc) {
     const char* call = src ? "cudaMemcpyToSymbol" : "cudaMemcpyFromSymbol";
     if (locate(symbol).kind == POINTER_HOST) {
         report("wrong pointer", pc, nullptr, "%s: the symbol is not a __device__ or __constant__ variable", call);
         return set_error(cudaErrorInvalidSymbol);
     }
     if (offset + n > symbol_size) {
-        report("out of bounds", pc, nullptr, "%s of %zu bytes at offset %zu into a symbol of %zu bytes", call, n, offset, symbol_size);
+        report("out of bounds", pc, nullptr, "%s of %zu bytes at offset %zu into a symbol of %zu bytes", call, n,
+               offset, symbol_size);
         return set_error(cudaErrorInvalidValue);
     }
     char* at = (char*)symbol + offset;
@@ -194,7 +212,10 @@ cudaError_t symbol_copy(const void* symbol, size_t symbol_size, size_t offset, c
 
 // ---------------------------------------------------------------- launches
 static std::map<const void*, int>& smem_attributes() { static auto* m = new std::map<const void*, int>; return *m; }
-static std::map<const void*, const Kernel*>& known_kernels() { static auto* m = new std::map<const void*, const Kernel*>; return *m; }
+static std::map<const void*, const Kernel*>& known_kernels() {
+    static auto* m = new std::map<const void*, const Kernel*>;
+    return *m;
+}
 
 size_t function_smem_limit(const void* function) {
     auto it = smem_attributes().find(function);
@@ -212,11 +233,18 @@ static std::string illegal_config(const Config& c, const Kernel* k) {
     if (threads > 1024) return text("%zu threads in a block, %zu is the most", threads, 1024);
     if (c.block.z > 64) return text("block.z is %zu, %zu is the most", c.block.z, 64);
     if (c.grid.x > 0x7fffffffu) return text("grid.x is %zu, %zu is the most", c.grid.x, 0x7fffffff);
-    if (c.grid.y > 65535 || c.grid.z > 65535) return text("grid is (.,%zu,%zu), 65535 is the most for y and z", c.grid.y, c.grid.z);
-    if (k && k->max_threads && threads > (size_t)k->max_threads) return text("%zu threads in a block, but __launch_bounds__ promises at most %zu", threads, (size_t)k->max_threads);
-    if (c.smem > limits().smem_optin) return text("%zu bytes of dynamic shared memory, this architecture has at most %zu a block", c.smem, limits().smem_optin);
+    if (c.grid.y > 65535 || c.grid.z > 65535)
+        return text("grid is (.,%zu,%zu), 65535 is the most for y and z", c.grid.y, c.grid.z);
+    if (k && k->max_threads && threads > (size_t)k->max_threads)
+        return text("%zu threads in a block, but __launch_bounds__ promises at most %zu", threads,
+                    (size_t)k->max_threads);
+    if (c.smem > limits().smem_optin)
+        return text("%zu bytes of dynamic shared memory, this architecture has at most %zu a block", c.smem,
+                    limits().smem_optin);
     size_t allowed = k ? function_smem_limit(k->address) : limits().smem_block;
-    if (c.smem > allowed) return text("%zu bytes of dynamic shared memory, but cudaFuncSetAttribute allowed this kernel no more than %zu", c.smem, allowed);
+    if (c.smem > allowed)
+        return text("%zu bytes of dynamic shared memory, but cudaFuncSetAttribute allowed this kernel no more than %zu",
+                    c.smem, allowed);
     return "";
 }
 
@@ -268,8 +296,12 @@ static int attribute(cudaDeviceAttr a) {
         case cudaDevAttrMaxBlocksPerMultiprocessor: return l.blocks_sm;
         case cudaDevAttrComputeCapabilityMajor: return options().sm / 10;
         case cudaDevAttrComputeCapabilityMinor: return options().sm % 10;
-        case cudaDevAttrUnifiedAddressing: case cudaDevAttrManagedMemory: case cudaDevAttrConcurrentManagedAccess: return 1;
-        case cudaDevAttrConcurrentKernels: case cudaDevAttrCanMapHostMemory: case cudaDevAttrMemoryPoolsSupported: return 1;
+        case cudaDevAttrUnifiedAddressing:
+        case cudaDevAttrManagedMemory:
+        case cudaDevAttrConcurrentManagedAccess: return 1;
+        case cudaDevAttrConcurrentKernels:
+        case cudaDevAttrCanMapHostMemory:
+        case cudaDevAttrMemoryPoolsSupported: return 1;
         case cudaDevAttrAsyncEngineCount: return 2;
         case cudaDevAttrL2CacheSize: return 50 << 20;
         case cudaDevAttrClockRate: return 1980000;
@@ -279,7 +311,8 @@ static int attribute(cudaDeviceAttr a) {
     }
 }
 
-static const struct { cudaError_t code; const char *name, *text; } error_table[] = {
+static const struct { cudaError_t code; const char *name, *text;
+} error_table[] = {
     {cudaSuccess, "cudaSuccess", "no error"},
     {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
     {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
@@ -293,11 +326,12 @@ static const struct { cudaError_t code; const char *name, *text; } error_table[]
     {cudaErrorIllegalState, "cudaErrorIllegalState", "the operation cannot be performed in the present state"},
     {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
     {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
-    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
-    {cudaErrorStreamCaptureImplicit, "cudaErrorStreamCaptureImplicit", "operation would make the legacy stream depend on a capturing blocking stream"},
+    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported",
+     "operation not permitted when stream is capturing"},
+    {cudaErrorStreamCaptureImplicit, "cudaErrorStreamCaptureImplicit",
+     "operation would make the legacy stream depend on a capturing blocking stream"},
     {cudaErrorUnknown, "cudaErrorUnknown", "unknown error"},
 };
-
 }
 using namespace emu;
 
@@ -392,16 +426,35 @@ cudaError_t cudaMemPrefetchAsync(const void*, size_t, cudaMemLocation, unsigned,
 cudaError_t cudaMemAdvise(const void*, size_t, cudaMemoryAdvise, cudaMemLocation) { return cudaSuccess; }
 
 // ---------------------------------------------------------------- copies
-cudaError_t cudaMemcpy(void* d, const void* s, size_t n, cudaMemcpyKind k) { return copy("cudaMemcpy", {d, n, s, n, n, 1}, k, nullptr, false, PC); }
-cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind k, cudaStream_t st) { return copy("cudaMemcpyAsync", {d, n, s, n, n, 1}, k, st, true, PC); }
-cudaError_t cudaMemcpy2D(void* d, size_t dp, const void* s, size_t sp, size_t w, size_t h, cudaMemcpyKind k) { return copy("cudaMemcpy2D", {d, dp, s, sp, w, h}, k, nullptr, false, PC); }
-cudaError_t cudaMemcpy2DAsync(void* d, size_t dp, const void* s, size_t sp, size_t w, size_t h, cudaMemcpyKind k, cudaStream_t st) { return copy("cudaMemcpy2DAsync", {d, dp, s, sp, w, h}, k, st, true, PC); }
-cudaError_t cudaMemcpyPeer(void* d, int, const void* s, int, size_t n) { return copy("cudaMemcpyPeer", {d, n, s, n, n, 1}, cudaMemcpyDeviceToDevice, nullptr, false, PC); }
-cudaError_t cudaMemcpyPeerAsync(void* d, int, const void* s, int, size_t n, cudaStream_t st) { return copy("cudaMemcpyPeerAsync", {d, n, s, n, n, 1}, cudaMemcpyDeviceToDevice, st, true, PC); }
+cudaError_t cudaMemcpy(void* d, const void* s, size_t n, cudaMemcpyKind k) {
+    return copy("cudaMemcpy", {d, n, s, n, n, 1}, k, nullptr, false, PC);
+}
+cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind k, cudaStream_t st) {
+    return copy("cudaMemcpyAsync", {d, n, s, n, n, 1}, k, st, true, PC);
+}
+cudaError_t cudaMemcpy2D(void* d, size_t dp, const void* s, size_t sp, size_t w, size_t h, cudaMemcpyKind k) {
+    return copy("cudaMemcpy2D", {d, dp, s, sp, w, h}, k, nullptr, false, PC);
+}
+cudaError_t cudaMemcpy2DAsync(void* d, size_t dp, const void* s, size_t sp, size_t w, size_t h, cudaMemcpyKind k,
+                              cudaStream_t st) {
+    return copy("cudaMemcpy2DAsync", {d, dp, s, sp, w, h}, k, st, true, PC);
+}
+cudaError_t cudaMemcpyPeer(void* d, int, const void* s, int, size_t n) {
+    return copy("cudaMemcpyPeer", {d, n, s, n, n, 1}, cudaMemcpyDeviceToDevice, nullptr, false, PC);
+}
+cudaError_t cudaMemcpyPeerAsync(void* d, int, const void* s, int, size_t n, cudaStream_t st) {
+    return copy("cudaMemcpyPeerAsync", {d, n, s, n, n, 1}, cudaMemcpyDeviceToDevice, st, true, PC);
+}
 cudaError_t cudaMemset(void* p, int v, size_t n) { return fill("cudaMemset", p, n, v, n, 1, nullptr, PC); }
-cudaError_t cudaMemsetAsync(void* p, int v, size_t n, cudaStream_t s) { return fill("cudaMemsetAsync", p, n, v, n, 1, s, PC); }
-cudaError_t cudaMemset2D(void* p, size_t pitch, int v, size_t w, size_t h) { return fill("cudaMemset2D", p, pitch, v, w, h, nullptr, PC); }
-cudaError_t cudaMemset2DAsync(void* p, size_t pitch, int v, size_t w, size_t h, cudaStream_t s) { return fill("cudaMemset2DAsync", p, pitch, v, w, h, s, PC); }
+cudaError_t cudaMemsetAsync(void* p, int v, size_t n, cudaStream_t s) {
+    return fill("cudaMemsetAsync", p, n, v, n, 1, s, PC);
+}
+cudaError_t cudaMemset2D(void* p, size_t pitch, int v, size_t w, size_t h) {
+    return fill("cudaMemset2D", p, pitch, v, w, h, nullptr, PC);
+}
+cudaError_t cudaMemset2DAsync(void* p, size_t pitch, int v, size_t w, size_t h, cudaStream_t s) {
+    return fill("cudaMemset2DAsync", p, pitch, v, w, h, s, PC);
+}
 
 // ---------------------------------------------------------------- functions
 cudaError_t cudaFuncSetAttribute(const void* f, cudaFuncAttribute a, int value) {
@@ -428,7 +481,8 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void*, i
     if (*n > limits().blocks_sm) *n = limits().blocks_sm;
     return cudaSuccess;
 }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void* f, int threads, size_t smem, unsigned) {
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void* f, int threads, size_t smem,
+                                                                   unsigned) {
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(n, f, threads, smem);
 }
 cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
@@ -501,7 +555,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
     p->multiProcessorCount = limits().multiprocessors;
     p->maxThreadsPerMultiProcessor = limits().threads_sm;
     p->maxBlocksPerMultiProcessor = limits().blocks_sm;
-    p->concurrentKernels = p->unifiedAddressing = p->managedMemory = p->canMapHostMemory = p->concurrentManagedAccess = 1;
+    p->concurrentKernels = p->unifiedAddressing = p->managedMemory = p->canMapHostMemory = p->concurrentManagedAccess =
+        1;
     p->asyncEngineCount = 2;
     p->memoryBusWidth = 5120;
     p->l2CacheSize = 50 << 20;

@@ -1,6 +1,6 @@
 // Streams, events and graphs. Work is a graph of operations: each names those it needs. With lazy streams nothing runs
-// before somebody waits for it, the latest schedule CUDA allows: a missing wait then shows in the data. The vector clock
-// of each operation tells the checker which operations are ordered, whatever order they happened to run in.
+// before somebody waits for it, the latest schedule CUDA allows: a missing wait then shows in the data. The vector
+// clock of each operation tells the checker which operations are ordered, whatever order they happened to run in.
 #include <string.h>
 #include <time.h>
 #include <deque>
@@ -28,8 +28,11 @@ struct GraphExec { std::vector<Node> nodes; std::vector<Stream*> hidden; };
 uint32_t host_time = 1;
 __thread Op* running_op;
 static std::recursive_mutex lock;
-static std::deque<OpRef>& ops() { static auto* d = new std::deque<OpRef>; return *d; }             // by id - 1; only while checking
-static std::vector<Stream*>& streams() {               // [0] is the null stream. Never destroyed: handles stay comparable
+static std::deque<OpRef>& ops() {
+    static auto* d = new std::deque<OpRef>;
+    return *d;
+}    // by id - 1; only while checking
+static std::vector<Stream*>& streams() {  // [0] is the null stream. Never destroyed: handles stay comparable
     static auto* v = new std::vector<Stream*>{new Stream{0, 0, true, nullptr, nullptr, -1, {}}};
     return *v;
 }
@@ -133,7 +136,7 @@ static OpRef issue(Stream* s, const char* name, void* pc, std::function<void()> 
     op->host_time = host_time++;
     op->done = op->skip_at_exit = false;
     if (s->last) needs.push_back(s->last);
-    if (s->blocking) {                                 // the legacy null stream waits for all blocking streams and they for it
+    if (s->blocking) {  // the legacy null stream waits for all blocking streams and they for it
         if (s->id) needs.push_back(streams()[0]->last);
         else for (Stream* x : streams()) if (x != s && x->blocking) needs.push_back(x->last);
     }
@@ -215,7 +218,7 @@ extern "C" {
 // ---------------------------------------------------------------- errors, device synchronisation
 cudaError_t cudaGetLastError(void) {
     cudaError_t e = last_error;
-    if (e != cudaErrorLaunchFailure) last_error = cudaSuccess;      // a fault inside a kernel stays until the process ends
+    if (e != cudaErrorLaunchFailure) last_error = cudaSuccess;  // a fault inside a kernel stays until the process ends
     return e;
 }
 cudaError_t cudaPeekAtLastError(void) { return last_error; }
@@ -242,7 +245,9 @@ cudaError_t cudaStreamCreate(cudaStream_t* out) {
     MAY_FAIL(cudaStreamCreate);
     return cudaStreamCreateWithFlags(out, cudaStreamDefault);
 }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned flags, int) { return cudaStreamCreateWithFlags(out, flags); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned flags, int) {
+    return cudaStreamCreateWithFlags(out, flags);
+}
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
     *least = 0;
     *greatest = -5;
@@ -297,7 +302,8 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t h, cudaHostFn_t fn, void* data) {
     return enqueue(h, "host function", PC, [fn, data] { fn(data); }) ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t h, cudaStreamCallback_t fn, void* data, unsigned) {
-    return enqueue(h, "callback", PC, [h, fn, data] { fn(h, cudaSuccess, data); }) ? cudaSuccess : cudaErrorInvalidResourceHandle;
+    return enqueue(h, "callback", PC, [h, fn, data] { fn(h, cudaSuccess, data); }) ? cudaSuccess
+                                                                                   : cudaErrorInvalidResourceHandle;
 }
 
 // ---------------------------------------------------------------- events
@@ -361,7 +367,8 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) 
     Event *a = find_event(begin, "cudaEventElapsedTime", PC), *b = find_event(end, "cudaEventElapsedTime", PC);
     if (!a || !b) return cudaErrorInvalidResourceHandle;
     if (!a->op || !b->op || !a->timing || !b->timing) {
-        report("event", PC, nullptr, "cudaEventElapsedTime of an event that was not recorded, or was created without timing");
+        report("event", PC, nullptr,
+               "cudaEventElapsedTime of an event that was not recorded, or was created without timing");
         return set_error(cudaErrorInvalidResourceHandle);
     }
     if (!a->op->done || !b->op->done || !host_knows(b->op->id)) {
@@ -390,13 +397,15 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t h, cudaEvent_t event, unsigned) {
     return cudaSuccess;
 }
 
-// ---------------------------------------------------------------- graphs: what streams recorded, issued again as a whole
+// ---------------------------------------------------------------- graphs: what streams recorded, issued again as a
+// whole
 cudaError_t cudaStreamBeginCapture(cudaStream_t h, cudaStreamCaptureMode) {
     MAY_FAIL(cudaStreamBeginCapture);
     std::lock_guard<std::recursive_mutex> guard(lock);
     Stream* s = find_stream(h);
     if (!s || !s->id || s->capture) {
-        report("stream capture", PC, nullptr, "cudaStreamBeginCapture needs a stream of its own that is not being captured");
+        report("stream capture", PC, nullptr,
+               "cudaStreamBeginCapture needs a stream of its own that is not being captured");
         return set_error(cudaErrorStreamCaptureUnsupported);
     }
     s->capture = new Graph;
@@ -425,7 +434,8 @@ cudaError_t cudaStreamEndCapture(cudaStream_t h, cudaGraph_t* out) {
     for (int n : s->waited_nodes) reaches(*g, n, seen);
     for (Stream* lane : g->lanes) {
         if (lane != s && lane->last_node >= 0 && !seen[(size_t)lane->last_node])
-            report("stream capture", PC, nullptr, "a stream that joined the capture never came back to the capturing stream (missing event)");
+            report("stream capture", PC, nullptr,
+                   "a stream that joined the capture never came back to the capturing stream (missing event)");
         lane->capture = nullptr;
         lane->last_node = -1;
         lane->waited_nodes.clear();
@@ -448,7 +458,9 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* out, cudaGraph_t graph, unsign
     *out = (cudaGraphExec_t)e;
     return cudaSuccess;
 }
-cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long f) { return cudaGraphInstantiate(out, graph, f); }
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long f) {
+    return cudaGraphInstantiate(out, graph, f);
+}
 cudaError_t cudaGraphLaunch(cudaGraphExec_t h, cudaStream_t stream) {
     MAY_FAIL(cudaGraphLaunch);
     std::lock_guard<std::recursive_mutex> guard(lock);

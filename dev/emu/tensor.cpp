@@ -13,13 +13,15 @@ static inline float bf16(uint32_t word, int half) {
 
 static bool whole_warp(const char* what, unsigned arrived) {
     if (arrived == 0xffffffffu) return true;
-    report_at("absent lane", worker->finishing->file, worker->finishing->line, "%s needs all 32 lanes, only %08x take part", what, arrived);
+    report_at("absent lane", worker->finishing->file, worker->finishing->line,
+              "%s needs all 32 lanes, only %08x take part", what, arrived);
     return false;
 }
 
 // mma.sync.m16n8k16 row.col, bf16 in, fp32 accumulation: D (16,8) = A (16,16) B (16,8) + C.
-// Lane l = 4g+t holds of A rows g, g+8 and columns 2t, 2t+1, 2t+8, 2t+9; of B the same columns as rows, column g; of C and D
-// rows g, g+8, columns 2t, 2t+1. (The hardware's order of additions and its truncation are not known: compare by tolerance.)
+// Lane l = 4g+t holds of A rows g, g+8 and columns 2t, 2t+1, 2t+8, 2t+9; of B the same columns as rows, column g; of C
+// and D rows g, g+8, columns 2t, 2t+1. (The hardware's order of additions and its truncation are not known: compare by
+// tolerance.)
 void mma_done(void** args, unsigned arrived) {
     if (!whole_warp("mma", arrived)) return;
     float A[16][16], B[16][8], C[16][8];
@@ -61,16 +63,19 @@ static bool row_ok(Thread* lane, const LdmArg* x) {
     bool inside = p >= b->shared && p + 16 <= b->shared + SHARED_ARENA;
     ThreadId* me = cur;
     cur = lane;
-    if (!inside) report("ldmatrix", x->pc, nullptr, "lane %d's row address %p is not in shared memory", lane->lane, x->p);
-    else if ((uintptr_t)p & 15) report("misaligned", x->pc, nullptr, "ldmatrix: lane %d's row address %p is not a multiple of 16", lane->lane, x->p);
+    if (!inside)
+        report("ldmatrix", x->pc, nullptr, "lane %d's row address %p is not in shared memory", lane->lane, x->p);
+    else if ((uintptr_t)p & 15)
+        report("misaligned", x->pc, nullptr, "ldmatrix: lane %d's row address %p is not a multiple of 16", lane->lane,
+               x->p);
     cur = me;
     if (!inside || (uintptr_t)p & 15) return false;
     check_lane_touch(lane, p, 16, false, x->pc);
     return true;
 }
 
-// Matrix i comes from the row addresses of lanes 8i..8i+7; lane 4r+c receives elements 2c, 2c+1 of row r (or, transposed,
-// of column r).
+// Matrix i comes from the row addresses of lanes 8i..8i+7; lane 4r+c receives elements 2c, 2c+1 of row r (or,
+// transposed, of column r).
 void ldm_done(void** args, unsigned arrived) {
     if (!whole_warp("ldmatrix", arrived)) return;
     static const uint16_t poison[8] = {0xffff, 0xffff, 0xffff, 0xffff, 0xffff, 0xffff, 0xffff, 0xffff};
@@ -79,7 +84,8 @@ void ldm_done(void** args, unsigned arrived) {
         const uint16_t* row[8];
         for (int r = 0; r < 8; r++) {
             auto* x = (LdmArg*)args[i * 8 + r];
-            row[r] = row_ok(&worker->block->threads[(size_t)(warp * 32 + i * 8 + r)], x) ? (const uint16_t*)x->p : poison;
+            row[r] =
+                row_ok(&worker->block->threads[(size_t)(warp * 32 + i * 8 + r)], x) ? (const uint16_t*)x->p : poison;
         }
         for (int l = 0; l < 32; l++) {
             auto* x = (LdmArg*)args[l];

@@ -3,7 +3,8 @@
 No newline is added or lost, so compiler messages, gdb and every report name the original line.
 
 What is rewritten:
-  K<T><<<grid, block, smem, stream>>>(args)   -> ::emu::Launch("K<T>", grid, ...).go([=](auto... a) { K<T>(a...); }, args)
+  K<T><<<grid, block, smem, stream>>>(args)   -> ::emu::Launch("K<T>", grid, ...).go([=](auto... a) { K<T>(a...); },
+                                                 args)
   __shared__ T a[N];                          -> a reference into the running block's shared memory
   extern __shared__ T a[];                    -> a pointer to the block's dynamic shared memory
   __device__ / __constant__ / __managed__ T v -> the variable in a section of its own, so that the checker knows it
@@ -16,7 +17,8 @@ import sys
 
 OPEN, CLOSE = "([{", ")]}"
 TOKEN = re.compile(
-    r'"|\'|<<<|\n\#[^\n]*|\b__emu_(?:shared|global|device|constant|managed|launch_bounds)__\b|\bextern\s+__emu_shared__\b')
+    r'"|\'|<<<|\n\#[^\n]*|\b__emu_(?:shared|global|device|constant|managed|launch_bounds)__\b|'
+    r'\bextern\s+__emu_shared__\b')
 ALIGN = re.compile(r"alignas\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)|__attribute__\s*\(\(\s*(?:__)?aligned(?:__)?\s*"
                    r"\(([^()]*(?:\([^()]*\)[^()]*)*)\)\s*\)\)")
 SECTIONS = {"device": "emu_device", "constant": "emu_constant", "managed": "emu_managed"}
@@ -233,7 +235,8 @@ class Translator:
         rest = re.sub(r"__attribute__\s*\(\(.*?\)\)|__emu_launch_bounds__\s*\([^()]*\)|\[\[.*?\]\]", "", rest)
         m = re.search(r"[(;={\[]|\boperator\b|\b__emu_(?:shared|device|constant|managed|global)__\b", rest)
         word = m.group() if m else "("
-        is_variable = word[0] in ";=[{" and not re.match(r"\s*(?:struct|class|union|enum|template|typedef|using)\b", rest)
+        is_type = re.match(r"\s*(?:struct|class|union|enum|template|typedef|using)\b", rest)
+        is_variable = word[0] in ";=[{" and not is_type
         if is_variable and not re.search(r"\bextern\s*$", self.tail(40)):
             self.out.append(f'__attribute__((section("{SECTIONS[kind]}"), used)) ')
             if kind == "constant":                     # const would put it into a read-only section of the same name
@@ -254,7 +257,7 @@ class Translator:
         file_scope = re.search(r"(^|\n)[ \t]*(static\s+|extern\s+)?$", tail) and \
             re.search(r"(^|\n)(static\s+|extern\s+)?$", tail) and (i == 0 or s[i - 1] in "\n ")
         m = re.search(r"\b(static|extern)\s+$", tail)
-        if m:                                          # `static __shared__`, `extern volatile __shared__`: drop the storage class
+        if m:                                          # `static __shared__`: the storage class goes
             text = "".join(self.out)
             self.out = [text[:len(text) - len(m.group())]]
             is_extern = is_extern or m.group(1) == "extern"
@@ -279,7 +282,7 @@ class Translator:
                 raise TranslateError("cannot read the declaration __shared__ " + body.strip())
             if base is None:
                 base = m.group(1)
-                if re.match(r"(?s)\s*(struct|union)\s+\w*\s*\{", base):       # struct { ... } s; has its type named first
+                if re.match(r"(?s)\s*(struct|union)\s+\w*\s*\{", base):       # struct { ... } s; names its type first
                     result += f"typedef {base} emu_b_{m.group(2)};"
                     base = f"emu_b_{m.group(2)}"
             name, dims = m.group(2), m.group(3)
@@ -294,7 +297,8 @@ class Translator:
                 else:
                     result += elem + f"emu_e_{name} *const {name} = {value};"
                 continue
-            var = f'static ::emu::SharedVar emu_v_{name} = {{"{name}", sizeof(emu_t_{name}), {size or f"alignof(emu_t_{name})"}, -1}};'
+            size = size or f"alignof(emu_t_{name})"
+            var = f'static ::emu::SharedVar emu_v_{name} = {{"{name}", sizeof(emu_t_{name}), {size}, -1}};'
             value = f"*(emu_t_{name} *)::emu::shared_var(emu_v_{name})"
             result += f"typedef {base} emu_t_{name} {dims};" + var
             if file_scope:
@@ -311,7 +315,9 @@ def translate(source, kernel_attribute="noinline"):
     except (TranslateError, ValueError, IndexError) as e:
         marks = re.findall(r'(?m)^# (\d+) "([^"]*)"', source[:t.pos])
         line = source.rfind("\n# ", 0, t.pos)
-        number = int(marks[-1][0]) + source.count("\n", line + 1, t.pos) - 1 if marks else source.count("\n", 0, t.pos) + 1
+        number = source.count("\n", 0, t.pos) + 1
+        if marks:
+            number = int(marks[-1][0]) + source.count("\n", line + 1, t.pos) - 1
         raise TranslateError("%s:%d: %s" % (marks[-1][1] if marks else "input", number, e))
 
 

@@ -21,13 +21,17 @@ template <unsigned N> struct thread_block_tile {
     static unsigned meta_group_size() { return (thread_block::size() + N - 1) / N; }
     static constexpr unsigned size() { return N; }
     static constexpr unsigned num_threads() { return N; }
-    static unsigned mask() { return N == 32 ? 0xffffffffu : ((1u << (N & 31)) - 1) << ((unsigned)::emu::cur->lane / N * N); }
+    static unsigned mask() {
+        return N == 32 ? 0xffffffffu : ((1u << (N & 31)) - 1) << ((unsigned)::emu::cur->lane / N * N);
+    }
     static void sync(EMU_AT) { ::emu::syncwarp(mask(), f, l); }
     template <class T> static T shfl(T v, int src, EMU_AT) { return __shfl_sync(mask(), v, src, N, f, l); }
     template <class T> static T shfl_xor(T v, int x, EMU_AT) { return __shfl_xor_sync(mask(), v, x, N, f, l); }
     template <class T> static T shfl_down(T v, unsigned d, EMU_AT) { return __shfl_down_sync(mask(), v, d, N, f, l); }
     template <class T> static T shfl_up(T v, unsigned d, EMU_AT) { return __shfl_up_sync(mask(), v, d, N, f, l); }
-    static unsigned shift(unsigned votes) { return N == 32 ? votes : (votes >> ((unsigned)::emu::cur->lane / N * N)) & ((1u << (N & 31)) - 1); }
+    static unsigned shift(unsigned votes) {
+        return N == 32 ? votes : (votes >> ((unsigned)::emu::cur->lane / N * N)) & ((1u << (N & 31)) - 1);
+    }
     static unsigned ballot(int p, EMU_AT) { return shift(__ballot_sync(mask(), p, f, l)); }
     static int any(int p, EMU_AT) { return __any_sync(mask(), p, f, l); }
     static int all(int p, EMU_AT) { return __all_sync(mask(), p, f, l); }
@@ -46,7 +50,9 @@ struct coalesced_group {
         return __ffs((int)m) - 1;
     }
     void sync(EMU_AT) const { ::emu::syncwarp(lanes, f, l); }
-    template <class T> T shfl(T v, unsigned rank, EMU_AT) const { return __shfl_sync(lanes, v, lane_of(rank), 32, f, l); }
+    template <class T> T shfl(T v, unsigned rank, EMU_AT) const {
+        return __shfl_sync(lanes, v, lane_of(rank), 32, f, l);
+    }
     unsigned ballot(int p, EMU_AT) const { return __ballot_sync(lanes, p, f, l); }
 };
 inline coalesced_group coalesced_threads(EMU_AT) { return {__activemask(f, l)}; }

@@ -109,7 +109,8 @@ static void order() {
 static void attributes() {
     int value;
     cudaFuncAttributes a;
-    EXPECT(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0) == cudaSuccess && value >= 99 << 10);
+    EXPECT(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0) == cudaSuccess &&
+           value >= 99 << 10);
     EXPECT(cudaFuncSetAttribute(set, cudaFuncAttributeMaxDynamicSharedMemorySize, 400 << 10) == cudaErrorInvalidValue);
     cudaGetLastError();
     EXPECT(cudaFuncSetAttribute(set, cudaFuncAttributeMaxDynamicSharedMemorySize, 60 << 10) == cudaSuccess);
@@ -137,10 +138,20 @@ static void stack_overflow() { overflow<<<1, 1>>>(device<int>(1), 1 << 20); }
 __global__ void trapping(int n) { if (threadIdx.x == n) __trap(); }
 static void trap() { trapping<<<1, 32>>>(3); }
 
-static const struct { const char* name; void (*run)(); } table[] = {
-    {"fail_on_request", fail_on_request}, {"memory_limit", memory_limit}, {"lazy_streams", lazy_streams}, {"graphs", graphs}, {"elapsed", elapsed},
-    {"copies_2d", copies_2d}, {"order", order}, {"attributes", attributes}, {"launch_array", launch_array}, {"watchdog", watchdog},
-    {"stack_overflow", stack_overflow}, {"trap", trap},
+static const struct { const char* name; void (*run)();
+} table[] = {
+    {"fail_on_request", fail_on_request},
+    {"memory_limit", memory_limit},
+    {"lazy_streams", lazy_streams},
+    {"graphs", graphs},
+    {"elapsed", elapsed},
+    {"copies_2d", copies_2d},
+    {"order", order},
+    {"attributes", attributes},
+    {"launch_array", launch_array},
+    {"watchdog", watchdog},
+    {"stack_overflow", stack_overflow},
+    {"trap", trap},
 };
 int main(int argc, char** argv) {
     for (auto& t : table) {

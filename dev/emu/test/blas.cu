@@ -27,13 +27,16 @@ template <class T> static void gemm(cublasHandle_t h, bool ta, bool tb, float be
     auto a = fill<T>(sa * 2, 0), b = fill<T>(sb * 2, 5), c = fill<T>(sc * 2, 9);
     T *da = upload(a), *db = upload(b), *dc = upload(c);
     float alpha = 0.5f;
-    cublasStatus_t s = cublasGemmStridedBatchedEx(h, ta ? CUBLAS_OP_T : CUBLAS_OP_N, tb ? CUBLAS_OP_T : CUBLAS_OP_N, M, N, K, &alpha, da, type, lda, sa, db, type,
-                                                  ldb, sb, &beta, dc, type, ldc, sc, 2, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+    cublasStatus_t s = cublasGemmStridedBatchedEx(h, ta ? CUBLAS_OP_T : CUBLAS_OP_N, tb ? CUBLAS_OP_T : CUBLAS_OP_N, M,
+                                                  N, K, &alpha, da, type, lda, sa, db, type, ldb, sb, &beta, dc, type,
+                                                  ldc, sc, 2, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
     if (s != CUBLAS_STATUS_SUCCESS) failed = 1;
     auto r = download(dc, sc * 2);
     for (int z = 0; z < 2; z++) for (int i = 0; i < M; i++) for (int j = 0; j < N; j++) {
         double sum = 0;
-        for (int k = 0; k < K; k++) sum += (double)(float)a[z * sa + (ta ? k + i * lda : i + k * lda)] * (double)(float)b[z * sb + (tb ? j + k * ldb : k + j * ldb)];
+        for (int k = 0; k < K; k++)
+            sum += (double)(float)a[z * sa + (ta ? k + i * lda : i + k * lda)] *
+                   (double)(float)b[z * sb + (tb ? j + k * ldb : k + j * ldb)];
         double want = alpha * sum + beta * (double)(float)c[z * sc + i + j * ldc];
         expect("gemm", (float)r[z * sc + i + j * ldc], want, sizeof(T) == 2 ? fabs(want) / 200 + 1e-3 : 1e-5);
     }
@@ -51,11 +54,13 @@ static void lt_product(cublasLtHandle_t h, const char* mistake) {
     cudaDataType bt = CUDA_R_16BF;
     cublasLtMatmulDescCreate(&d, CUBLAS_COMPUTE_32F, CUDA_R_32F);
     cublasLtMatmulDescSetAttribute(d, CUBLASLT_MATMUL_DESC_TRANSA, &t, !strcmp(mistake, "lt_size") ? 1 : sizeof t);
-    cublasLtMatmulDescSetAttribute(d, CUBLASLT_MATMUL_DESC_EPILOGUE, !strcmp(mistake, "lt_null") ? nullptr : &e, sizeof e);
+    cublasLtMatmulDescSetAttribute(d, CUBLASLT_MATMUL_DESC_EPILOGUE, !strcmp(mistake, "lt_null") ? nullptr : &e,
+                                   sizeof e);
     cublasLtMatmulDescSetAttribute(d, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &dbias, sizeof dbias);
     cublasLtMatmulDescSetAttribute(d, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &bt, sizeof bt);
     cublasLtMatrixLayoutCreate(&la, CUDA_R_16BF, K, M, K);
-    cublasLtMatrixLayoutCreate(&lb, CUDA_R_16BF, !strcmp(mistake, "lt_shape") ? K + 1 : K, N, K + !strcmp(mistake, "lt_shape"));
+    cublasLtMatrixLayoutCreate(&lb, CUDA_R_16BF, !strcmp(mistake, "lt_shape") ? K + 1 : K, N,
+                               K + !strcmp(mistake, "lt_shape"));
     cublasLtMatrixLayoutCreate(&lc, CUDA_R_32F, M, N, M);
     cublasStatus_t s = cublasLtMatmul(h, d, &alpha, da, la, db, lb, &beta, dc, lc, dc, lc, nullptr, nullptr, 0, 0);
     if (s != CUBLAS_STATUS_SUCCESS) return;
@@ -81,10 +86,13 @@ int main(int argc, char** argv) {
     cublasLtCreate(&lt);
     float one = 1, zero = 0, *x = zeros<float>(64), *y = device<float>(64);
     if (!strcmp(mistake, "ld")) cublasSgemm(h, CUBLAS_OP_N, CUBLAS_OP_N, 4, 4, 4, &one, x, 3, x, 4, &zero, y, 4);
-    else if (!strcmp(mistake, "null")) cublasSgemm(h, CUBLAS_OP_N, CUBLAS_OP_N, 4, 4, 4, &one, nullptr, 4, x, 4, &zero, y, 4);
-    else if (!strcmp(mistake, "bounds")) cublasSgemm(h, CUBLAS_OP_N, CUBLAS_OP_N, 9, 9, 4, &one, x, 9, x, 4, &zero, y, 9);
-    else if (!strcmp(mistake, "beta_uninitialised")) cublasSgemm(h, CUBLAS_OP_N, CUBLAS_OP_N, 4, 4, 4, &one, x, 4, x, 4, &one, y, 4);
-    else if (!strcmp(mistake, "stream")) {             // the product runs on another stream than the copy of its operand
+    else if (!strcmp(mistake, "null"))
+        cublasSgemm(h, CUBLAS_OP_N, CUBLAS_OP_N, 4, 4, 4, &one, nullptr, 4, x, 4, &zero, y, 4);
+    else if (!strcmp(mistake, "bounds"))
+        cublasSgemm(h, CUBLAS_OP_N, CUBLAS_OP_N, 9, 9, 4, &one, x, 9, x, 4, &zero, y, 9);
+    else if (!strcmp(mistake, "beta_uninitialised"))
+        cublasSgemm(h, CUBLAS_OP_N, CUBLAS_OP_N, 4, 4, 4, &one, x, 4, x, 4, &one, y, 4);
+    else if (!strcmp(mistake, "stream")) {  // the product runs on another stream than the copy of its operand
         cublasSetStream(h, s);
         cudaStream_t t;
         cudaStreamCreate(&t);

@@ -49,4 +49,5 @@ static int run_cases(const Case* cases, int count, int argc, char** argv) {
     printf("no such case\n");
     return 2;
 }
-#define CASES_MAIN(table) int main(int argc, char** argv) { return run_cases(table, (int)(sizeof table / sizeof *table), argc, argv); }
+#define CASES_MAIN(table)                                                                                              \
+    int main(int argc, char** argv) { return run_cases(table, (int)(sizeof table / sizeof *table), argc, argv); }

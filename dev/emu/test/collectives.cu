@@ -25,7 +25,7 @@ static void sums(ncclRedOp_t op, double factor) {
     cudaFree(d);
 }
 
-static void bf16_sum() {                               // 256 + 1 + 1 ... : a ring loses the ones, a single rounding does not
+static void bf16_sum() {  // 256 + 1 + 1 ... : a ring loses the ones, a single rounding does not
     std::vector<__nv_bfloat16> h(ranks, __float2bfloat16(rank == 0 ? 256.0f : 1.0f));
     __nv_bfloat16* d = upload(h);
     ncclAllReduce(d, d, ranks, ncclBfloat16, ncclSum, comm, stream);
@@ -49,7 +49,8 @@ static void scatter_gather() {
     ncclGroupEnd();
     cudaStreamSynchronize(stream);
     std::vector<float> r = download(all, h.size());
-    for (size_t i = 0; i < r.size(); i++) expect("ReduceScatter + AllGather", r[i], (double)i * ranks * (ranks + 1) / 2, 1e-5);
+    for (size_t i = 0; i < r.size(); i++)
+        expect("ReduceScatter + AllGather", r[i], (double)i * ranks * (ranks + 1) / 2, 1e-5);
     ncclBroadcast(in, all, 4, ncclFloat32, ranks - 1, comm, stream);
     cudaStreamSynchronize(stream);
     r = download(all, 4);

@@ -6,7 +6,9 @@ __global__ void stencil_in_place(float* a, const float* in, int n, bool bad) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i > 0 && i < n) a[i] = (bad ? a : in)[i - 1] + 1;                  // bad: stencil_in_place
 }
-static void stencil_in_place_case(bool bad) { stencil_in_place<<<4, 64>>>(zeros<float>(256), zeros<float>(256), 256, bad); }
+static void stencil_in_place_case(bool bad) {
+    stencil_in_place<<<4, 64>>>(zeros<float>(256), zeros<float>(256), 256, bad);
+}
 
 __global__ void overlapping_blocks(float* out, bool bad) {
     int i = blockIdx.x * (bad ? blockDim.x - 1 : blockDim.x) + threadIdx.x;
@@ -40,7 +42,8 @@ __global__ void last_block(float* out, float* partial, Mistake m) {
     __syncthreads();
     if (!last) return;
     float sum = 0;
-    for (int i = threadIdx.x; i < gridDim.x; i += blockDim.x) sum += partial[i];   // bad: last_block_no_fence last_block_fence_before last_block_block_fence
+    for (int i = threadIdx.x; i < gridDim.x; i += blockDim.x)
+        sum += partial[i];    // bad: last_block_no_fence last_block_fence_before last_block_block_fence
     out[threadIdx.x] = sum;
 }
 static void run_last_block(Mistake m) { last_block<<<8, 32>>>(device<float>(32), device<float>(8), m); }
@@ -125,13 +128,17 @@ __global__ void grid_barrier(unsigned* arrived, float* a, float* b, bool bad) {
     }
     b[i] = a[n - 1 - i];                                                   // bad: grid_barrier
 }
-static void grid_barrier_case(bool bad) { grid_barrier<<<6, 64>>>(zeros<unsigned>(1), zeros<float>(384), device<float>(384), bad); }
+static void grid_barrier_case(bool bad) {
+    grid_barrier<<<6, 64>>>(zeros<unsigned>(1), zeros<float>(384), device<float>(384), bad);
+}
 
 __global__ void add(float* out, const float* a, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] += a[i];                                             // bad: never_zeroed never_written freed
 }
-static void never_zeroed_case(bool bad) { add<<<1, 64>>>(bad ? device<float>(64) : zeros<float>(64), zeros<float>(64), 64); }
+static void never_zeroed_case(bool bad) {
+    add<<<1, 64>>>(bad ? device<float>(64) : zeros<float>(64), zeros<float>(64), 64);
+}
 
 __global__ void fill(float* out, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -196,7 +203,9 @@ static void vector_load_case(bool bad) { vector_load<<<1, 8>>>(device<float4>(8)
 __global__ void pair_load(__nv_bfloat162* out, const __nv_bfloat16* in, int shift) {
     out[threadIdx.x] = *(const __nv_bfloat162*)(in + shift + 2 * threadIdx.x);   // bad: pair_load
 }
-static void pair_load_case(bool bad) { pair_load<<<1, 8>>>(device<__nv_bfloat162>(8), zeros<__nv_bfloat16>(20), bad ? 1 : 2); }
+static void pair_load_case(bool bad) {
+    pair_load<<<1, 8>>>(device<__nv_bfloat162>(8), zeros<__nv_bfloat16>(20), bad ? 1 : 2);
+}
 
 __global__ void vector_tail(float* out, const float* in, int n, bool bad) {
     int i = 4 * threadIdx.x;
@@ -281,7 +290,7 @@ __global__ void uninitialised_local(float* out, const float* in, bool bad) {
     for (int k = 0; k < 4; k++) best[k % 2] += in[k];
     if (best[0] + best[1] == 10) out[threadIdx.x] = 1;
 }
-static void uninitialised_local_case(bool bad) {       // not memory, but it starts as a bad pattern: the result is wrong
+static void uninitialised_local_case(bool bad) {  // not memory, but it starts as a bad pattern: the result is wrong
     float* out = zeros<float>(1);
     uninitialised_local<<<1, 1>>>(out, upload(ramp<float>(4)), bad);
     if (download(out, 1)[0] != 1) exit(1);
@@ -295,17 +304,39 @@ __global__ void clobber(float2* p, bool bad) {         // a thread writes more t
 static void clobber_case(bool bad) { clobber<<<1, 32>>>(device<float2>(64), bad); }
 
 static const Case table[] = {
-    {"stencil_in_place", "race", stencil_in_place_case}, {"overlapping_blocks", "race", overlapping_blocks_case}, {"plain_sum", "race", plain_sum_case},
-    {"last_block_no_fence", "race", last_block_no_fence_case}, {"last_block_fence_before", "race", last_block_fence_before_case},
-    {"last_block_block_fence", "race", last_block_block_fence_case}, {"fence_without_barrier", "race", fence_without_barrier_case},
-    {"spin_lock", "race", spin_lock_case}, {"lock_between_lanes", "race", lock_between_lanes_case}, {"chained", "race", chained_case},
-    {"grid_barrier", "race", grid_barrier_case}, {"never_zeroed", "uninitialised", never_zeroed_case}, {"never_written", "uninitialised", never_written_case},
-    {"tail_to_host", "uninitialised", tail_to_host_case}, {"short_copy", "uninitialised", short_copy_case}, {"off_by_one", "out", off_by_one_case},
-    {"before_start", "out", before_start_case}, {"no_guard", "out", no_guard_case}, {"int_overflow", "", int_overflow_case}, {"freed", "use", freed_case},
-    {"vector_load", "misaligned", vector_load_case}, {"pair_load", "misaligned", pair_load_case}, {"vector_tail", "out", vector_tail_case},
-    {"halves", "race", halves_case}, {"null_pointer", "null", null_pointer_case}, {"host_pointer", "host", host_pointer_case},
-    {"host_reads_device", "host", host_reads_device_case}, {"padded", "uninitialised", padded_case}, {"device_variable", "race", device_variable_case},
-    {"device_variable_host", "host", device_variable_host_case}, {"constant_written", "constant", constant_written_case}, {"ping_pong", "race", ping_pong_case},
-    {"uninitialised_local", "-", uninitialised_local_case}, {"clobber", "race", clobber_case},
+    {"stencil_in_place", "race", stencil_in_place_case},
+    {"overlapping_blocks", "race", overlapping_blocks_case},
+    {"plain_sum", "race", plain_sum_case},
+    {"last_block_no_fence", "race", last_block_no_fence_case},
+    {"last_block_fence_before", "race", last_block_fence_before_case},
+    {"last_block_block_fence", "race", last_block_block_fence_case},
+    {"fence_without_barrier", "race", fence_without_barrier_case},
+    {"spin_lock", "race", spin_lock_case},
+    {"lock_between_lanes", "race", lock_between_lanes_case},
+    {"chained", "race", chained_case},
+    {"grid_barrier", "race", grid_barrier_case},
+    {"never_zeroed", "uninitialised", never_zeroed_case},
+    {"never_written", "uninitialised", never_written_case},
+    {"tail_to_host", "uninitialised", tail_to_host_case},
+    {"short_copy", "uninitialised", short_copy_case},
+    {"off_by_one", "out", off_by_one_case},
+    {"before_start", "out", before_start_case},
+    {"no_guard", "out", no_guard_case},
+    {"int_overflow", "", int_overflow_case},
+    {"freed", "use", freed_case},
+    {"vector_load", "misaligned", vector_load_case},
+    {"pair_load", "misaligned", pair_load_case},
+    {"vector_tail", "out", vector_tail_case},
+    {"halves", "race", halves_case},
+    {"null_pointer", "null", null_pointer_case},
+    {"host_pointer", "host", host_pointer_case},
+    {"host_reads_device", "host", host_reads_device_case},
+    {"padded", "uninitialised", padded_case},
+    {"device_variable", "race", device_variable_case},
+    {"device_variable_host", "host", device_variable_host_case},
+    {"constant_written", "constant", constant_written_case},
+    {"ping_pong", "race", ping_pong_case},
+    {"uninitialised_local", "-", uninitialised_local_case},
+    {"clobber", "race", clobber_case},
 };
 CASES_MAIN(table)

@@ -3,15 +3,18 @@
 
 __global__ void set(int* p, int n, int v) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) p[i] = v;                                                   // bad: two_writers blocking_streams nonblocking
+    if (i < n) p[i] = v;  // bad: two_writers blocking_streams nonblocking
 }
 __global__ void copy(int* to, const int* from, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) to[i] = from[i];                                            // bad: no_event event_too_early event_never event_other memset_other_stream
+    if (i < n) to[i] = from[i];  // bad: no_event event_too_early event_never event_other memset_other_stream
 }
 struct Streams {
     cudaStream_t a, b;
-    Streams(unsigned flags = cudaStreamDefault) { cudaStreamCreateWithFlags(&a, flags); cudaStreamCreateWithFlags(&b, flags); }
+    Streams(unsigned flags = cudaStreamDefault) {
+        cudaStreamCreateWithFlags(&a, flags);
+        cudaStreamCreateWithFlags(&b, flags);
+    }
     ~Streams() { cudaStreamDestroy(a); cudaStreamDestroy(b); }
 };
 
@@ -93,7 +96,8 @@ static void produce_consume(EventUse use) {
     set<<<1, 64, 0, s.a>>>(x, 64, 5);
     if (use != EVENT_TOO_EARLY) cudaEventRecord(e, s.a);
     cudaEventRecord(other, s.b);
-    if (use != EVENT_MISSING && use != EVENT_NEVER_RECORDED) cudaStreamWaitEvent(s.b, use == EVENT_OTHER ? other : e, 0);
+    if (use != EVENT_MISSING && use != EVENT_NEVER_RECORDED)
+        cudaStreamWaitEvent(s.b, use == EVENT_OTHER ? other : e, 0);
     copy<<<1, 64, 0, s.b>>>(y, x, 64);
     cudaDeviceSynchronize();
     cudaEventDestroy(e);
@@ -104,7 +108,8 @@ static void event_too_early_case(bool bad) { produce_consume(bad ? EVENT_TOO_EAR
 static void event_never_case(bool bad) { produce_consume(bad ? EVENT_NEVER_RECORDED : EVENT_RIGHT); }
 static void event_other_case(bool bad) { produce_consume(bad ? EVENT_OTHER : EVENT_RIGHT); }
 
-static void event_waits_for_its_part_case(bool bad) {  // waiting for an event does not wait for what was issued after it
+static void event_waits_for_its_part_case(
+    bool bad) {    // waiting for an event does not wait for what was issued after it
     Streams s;
     cudaEvent_t e;
     cudaEventCreate(&e);
@@ -276,16 +281,37 @@ static void sync_in_capture_case(bool bad) {
 }
 
 static const Case table[] = {
-    {"managed_no_sync", "missing", managed_no_sync_case}, {"pinned_no_sync", "missing", pinned_no_sync_case}, {"async_copy", "missing", async_copy_case},
-    {"async_copy_pageable", "missing", async_copy_pageable_case}, {"wrong_stream_waited", "missing", wrong_stream_waited_case},
-    {"source_overwritten", "missing", source_overwritten_case}, {"no_event", "missing", no_event_case}, {"event_too_early", "missing", event_too_early_case},
-    {"event_never", "missing", event_never_case}, {"event_other", "missing", event_other_case}, {"event_waits_for_its_part", "missing", event_waits_for_its_part_case},
-    {"two_writers", "missing", two_writers_case}, {"memset_other_stream", "missing", memset_other_stream_case}, {"blocking_streams", "missing", blocking_streams_case},
-    {"nonblocking", "missing", nonblocking_case}, {"poll_stream", "missing", poll_stream_case}, {"host_writes_early", "missing", host_writes_early_case},
-    {"double_free", "double", double_free_case}, {"foreign_free", "bad", foreign_free_case}, {"inner_free", "bad", inner_free_case},
-    {"free_device", "bad", free_device_case}, {"free_pinned", "bad", free_pinned_case}, {"wrong_direction", "wrong", wrong_direction_case},
-    {"swapped_pointers", "wrong", swapped_pointers_case}, {"copy_too_long", "out", copy_too_long_case}, {"memset_too_long", "out", memset_too_long_case},
-    {"copy_after_free", "use", copy_after_free_case}, {"dead_stream", "bad", dead_stream_case}, {"dead_event", "bad", dead_event_case},
-    {"elapsed_no_wait", "missing", elapsed_no_wait_case}, {"graph", "stream", graph_case}, {"sync_in_capture", "stream", sync_in_capture_case},
+    {"managed_no_sync", "missing", managed_no_sync_case},
+    {"pinned_no_sync", "missing", pinned_no_sync_case},
+    {"async_copy", "missing", async_copy_case},
+    {"async_copy_pageable", "missing", async_copy_pageable_case},
+    {"wrong_stream_waited", "missing", wrong_stream_waited_case},
+    {"source_overwritten", "missing", source_overwritten_case},
+    {"no_event", "missing", no_event_case},
+    {"event_too_early", "missing", event_too_early_case},
+    {"event_never", "missing", event_never_case},
+    {"event_other", "missing", event_other_case},
+    {"event_waits_for_its_part", "missing", event_waits_for_its_part_case},
+    {"two_writers", "missing", two_writers_case},
+    {"memset_other_stream", "missing", memset_other_stream_case},
+    {"blocking_streams", "missing", blocking_streams_case},
+    {"nonblocking", "missing", nonblocking_case},
+    {"poll_stream", "missing", poll_stream_case},
+    {"host_writes_early", "missing", host_writes_early_case},
+    {"double_free", "double", double_free_case},
+    {"foreign_free", "bad", foreign_free_case},
+    {"inner_free", "bad", inner_free_case},
+    {"free_device", "bad", free_device_case},
+    {"free_pinned", "bad", free_pinned_case},
+    {"wrong_direction", "wrong", wrong_direction_case},
+    {"swapped_pointers", "wrong", swapped_pointers_case},
+    {"copy_too_long", "out", copy_too_long_case},
+    {"memset_too_long", "out", memset_too_long_case},
+    {"copy_after_free", "use", copy_after_free_case},
+    {"dead_stream", "bad", dead_stream_case},
+    {"dead_event", "bad", dead_event_case},
+    {"elapsed_no_wait", "missing", elapsed_no_wait_case},
+    {"graph", "stream", graph_case},
+    {"sync_in_capture", "stream", sync_in_capture_case},
 };
 CASES_MAIN(table)

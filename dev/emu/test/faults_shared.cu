@@ -82,7 +82,7 @@ __global__ void reduction_in_loop(float* out, bool bad) {
 }
 static void reduction_in_loop_case(bool bad) { reduction_in_loop<<<1, 64>>>(device<float>(64), bad); }
 
-__global__ void double_buffer(float* out, const float* in, bool bad) {     // one barrier a step is enough with two buffers
+__global__ void double_buffer(float* out, const float* in, bool bad) {  // one barrier a step is enough with two buffers
     __shared__ float s[2][64];
     float sum = 0;
     for (int t = 0; t < 6; t++) {
@@ -208,7 +208,9 @@ __global__ void transpose(float* out, const float* in, bool bad) {
     if (!bad) __syncthreads();
     out[threadIdx.y * 16 + threadIdx.x] = tile[threadIdx.x][threadIdx.y];  // bad: transpose
 }
-static void transpose_case(bool bad) { transpose<<<1, dim3(16, 16)>>>(device<float>(256), upload(ramp<float>(256)), bad); }
+static void transpose_case(bool bad) {
+    transpose<<<1, dim3(16, 16)>>>(device<float>(256), upload(ramp<float>(256)), bad);
+}
 
 __global__ void scan_in_place(float* out, const float* in, bool bad) {
     __shared__ float s[64];
@@ -315,15 +317,33 @@ static void conditional_barrier_case(bool bad) {
 }
 
 static const Case table[] = {
-    {"missing_barrier", "race", missing_barrier_case}, {"reuse_tile", "race", reuse_tile_case}, {"reduction", "race", reduction_case},
-    {"warp_tail", "race", warp_tail_case}, {"volatile_tail", "race", volatile_tail_case}, {"reduction_in_loop", "race", reduction_in_loop_case},
-    {"double_buffer", "race", double_buffer_case}, {"bytes", "race", bytes_case}, {"equal_values", "race", equal_values_case},
-    {"histogram", "race", histogram_case}, {"atomic_then_read", "race", atomic_then_read_case}, {"halo", "uninitialised", halo_case},
-    {"past_end", "out", past_end_case}, {"dynamic_too_small", "out", dynamic_too_small_case}, {"dynamic_forgotten", "out", dynamic_forgotten_case},
-    {"next_row", "out", next_row_case}, {"vector_alignment", "misaligned", vector_alignment_case}, {"declared_alignment", "misaligned", declared_alignment_case},
-    {"transpose", "race", transpose_case}, {"scan_in_place", "race", scan_in_place_case}, {"broadcast", "race", broadcast_case},
-    {"overlapping_parts", "race", overlapping_parts_case}, {"half_syncwarp", "race", half_syncwarp_case}, {"syncwarp_for_block", "race", syncwarp_for_block_case},
-    {"shuffle_is_no_barrier", "race", shuffle_is_no_barrier_case}, {"flag_in_block", "race", flag_in_block_case}, {"write_after_read", "race", write_after_read_case},
+    {"missing_barrier", "race", missing_barrier_case},
+    {"reuse_tile", "race", reuse_tile_case},
+    {"reduction", "race", reduction_case},
+    {"warp_tail", "race", warp_tail_case},
+    {"volatile_tail", "race", volatile_tail_case},
+    {"reduction_in_loop", "race", reduction_in_loop_case},
+    {"double_buffer", "race", double_buffer_case},
+    {"bytes", "race", bytes_case},
+    {"equal_values", "race", equal_values_case},
+    {"histogram", "race", histogram_case},
+    {"atomic_then_read", "race", atomic_then_read_case},
+    {"halo", "uninitialised", halo_case},
+    {"past_end", "out", past_end_case},
+    {"dynamic_too_small", "out", dynamic_too_small_case},
+    {"dynamic_forgotten", "out", dynamic_forgotten_case},
+    {"next_row", "out", next_row_case},
+    {"vector_alignment", "misaligned", vector_alignment_case},
+    {"declared_alignment", "misaligned", declared_alignment_case},
+    {"transpose", "race", transpose_case},
+    {"scan_in_place", "race", scan_in_place_case},
+    {"broadcast", "race", broadcast_case},
+    {"overlapping_parts", "race", overlapping_parts_case},
+    {"half_syncwarp", "race", half_syncwarp_case},
+    {"syncwarp_for_block", "race", syncwarp_for_block_case},
+    {"shuffle_is_no_barrier", "race", shuffle_is_no_barrier_case},
+    {"flag_in_block", "race", flag_in_block_case},
+    {"write_after_read", "race", write_after_read_case},
     {"conditional_barrier", "race", conditional_barrier_case},
 };
 CASES_MAIN(table)

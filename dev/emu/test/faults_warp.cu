@@ -78,7 +78,7 @@ __global__ void different_operations(int* out, bool bad) {
 }
 static void different_operations_case(bool bad) { different_operations<<<1, 32>>>(device<int>(32), bad); }
 
-__global__ void same_shuffle_two_places(float* out, bool bad) {            // legal: the same operation from two branches
+__global__ void same_shuffle_two_places(float* out, bool bad) {  // legal: the same operation from two branches
     float v = threadIdx.x;
     if (threadIdx.x % 2) v += __shfl_sync(0xffffffff, v, 0);
     else if (bad) __syncwarp();                                            // bad: same_shuffle_two_places
@@ -155,16 +155,8 @@ __global__ void static_and_dynamic(float* out) {
     more[threadIdx.x] = 2;
     out[threadIdx.x] = fixed[threadIdx.x] + more[threadIdx.x];
 }
-static void static_and_dynamic_case(bool bad) { static_and_dynamic<<<1, 32, bad ? 32768 : 16384>>>(device<float>(32)); }   // bad: static_and_dynamic
-
-// ---------------------------------------------------------------- tensor-core loads and asynchronous copies
-__global__ void async_wait(float* out, const float* in, bool bad) {
-    __shared__ __align__(16) float s[128];
-    cpa16(s + 4 * threadIdx.x, in + 4 * threadIdx.x);
-    cpa_commit();
-    if (!bad) cpa_wait<0>();
-    __syncthreads();
-    out[threadIdx.x] = s[threadIdx.x];                                     // bad: async_wait
+static void static_and_dynamic_case(bool bad) {
+    static_and_dynamic<<<1, 32, bad ? 32768 : 16384>>>(device<float>(32));   // bad: static_and_dynamic
 }
 static void async_wait_case(bool bad) { async_wait<<<1, 32>>>(device<float>(32), zeros<float>(128), bad); }
 
@@ -178,7 +170,7 @@ __global__ void async_barrier(float* out, const float* in, bool bad) {
 }
 static void async_barrier_case(bool bad) { async_barrier<<<1, 32>>>(device<float>(32), zeros<float>(128), bad); }
 
-__global__ void async_groups(float* out, const float* in, int bad) {       // two stages; the wait leaves one group too many
+__global__ void async_groups(float* out, const float* in, int bad) {  // two stages; the wait leaves one group too many
     __shared__ __align__(16) float s[2][32];
     float sum = 0;
     cpa4(&s[0][threadIdx.x], in + threadIdx.x);
@@ -219,7 +211,9 @@ __global__ void async_alignment(float* out, const float* in, int shift) {
     __syncthreads();
     out[threadIdx.x] = s[threadIdx.x];
 }
-static void async_alignment_case(bool bad) { async_alignment<<<1, 32>>>(device<float>(32), zeros<float>(132), bad ? 2 : 0); }
+static void async_alignment_case(bool bad) {
+    async_alignment<<<1, 32>>>(device<float>(32), zeros<float>(132), bad ? 2 : 0);
+}
 
 __global__ void async_bounds(float* out, const float* in, int n, bool bad) {
     __shared__ __align__(16) float s[128];
@@ -261,16 +255,37 @@ __global__ void mma_in_branch(float* out, bool bad) {
 static void mma_in_branch_case(bool bad) { mma_in_branch<<<1, 32>>>(device<float>(32), bad); }
 
 static const Case table[] = {
-    {"two_barriers", "divergent", two_barriers_case}, {"uneven_loop", "divergent", uneven_loop_case}, {"barrier_in_branch", "deadlock", barrier_in_branch_case},
-    {"shuffle_in_branch", "deadlock", shuffle_in_branch_case}, {"outside_mask", "lane", outside_mask_case}, {"partial_warp", "absent", partial_warp_case},
-    {"exited_lanes", "absent", exited_lanes_case}, {"different_masks", "divergent", different_masks_case}, {"different_operations", "divergent", different_operations_case},
-    {"same_shuffle_two_places", "divergent", same_shuffle_two_places_case}, {"syncwarp_missing_lane", "deadlock", syncwarp_missing_lane_case},
-    {"active_lanes", "deadlock", active_lanes_case}, {"endless", "endless", endless_case}, {"block_too_large", "launch", block_too_large_case},
-    {"grid_y", "launch", grid_y_case}, {"empty_grid", "launch", empty_grid_case}, {"block_z", "launch", block_z_case}, {"launch_bounds", "launch", launch_bounds_case},
-    {"launch_bounds_template", "launch", launch_bounds_template_case}, {"smem_attribute", "launch", smem_attribute_case}, {"smem_instance", "launch", smem_instance_case},
-    {"smem_architecture", "launch", smem_architecture_case}, {"static_and_dynamic", "launch", static_and_dynamic_case}, {"async_wait", "missing", async_wait_case},
-    {"async_barrier", "race", async_barrier_case}, {"async_groups", "missing", async_groups_case}, {"async_overwrites", "race", async_overwrites_case},
-    {"async_alignment", "misaligned", async_alignment_case}, {"async_bounds", "out", async_bounds_case}, {"matrix_rows", "misaligned", matrix_rows_case},
-    {"matrix_race", "race", matrix_race_case}, {"mma_in_branch", "absent", mma_in_branch_case},
+    {"two_barriers", "divergent", two_barriers_case},
+    {"uneven_loop", "divergent", uneven_loop_case},
+    {"barrier_in_branch", "deadlock", barrier_in_branch_case},
+    {"shuffle_in_branch", "deadlock", shuffle_in_branch_case},
+    {"outside_mask", "lane", outside_mask_case},
+    {"partial_warp", "absent", partial_warp_case},
+    {"exited_lanes", "absent", exited_lanes_case},
+    {"different_masks", "divergent", different_masks_case},
+    {"different_operations", "divergent", different_operations_case},
+    {"same_shuffle_two_places", "divergent", same_shuffle_two_places_case},
+    {"syncwarp_missing_lane", "deadlock", syncwarp_missing_lane_case},
+    {"active_lanes", "deadlock", active_lanes_case},
+    {"endless", "endless", endless_case},
+    {"block_too_large", "launch", block_too_large_case},
+    {"grid_y", "launch", grid_y_case},
+    {"empty_grid", "launch", empty_grid_case},
+    {"block_z", "launch", block_z_case},
+    {"launch_bounds", "launch", launch_bounds_case},
+    {"launch_bounds_template", "launch", launch_bounds_template_case},
+    {"smem_attribute", "launch", smem_attribute_case},
+    {"smem_instance", "launch", smem_instance_case},
+    {"smem_architecture", "launch", smem_architecture_case},
+    {"static_and_dynamic", "launch", static_and_dynamic_case},
+    {"async_wait", "missing", async_wait_case},
+    {"async_barrier", "race", async_barrier_case},
+    {"async_groups", "missing", async_groups_case},
+    {"async_overwrites", "race", async_overwrites_case},
+    {"async_alignment", "misaligned", async_alignment_case},
+    {"async_bounds", "out", async_bounds_case},
+    {"matrix_rows", "misaligned", matrix_rows_case},
+    {"matrix_race", "race", matrix_race_case},
+    {"mma_in_branch", "absent", mma_in_branch_case},
 };
 CASES_MAIN(table)

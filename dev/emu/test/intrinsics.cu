@@ -139,7 +139,8 @@ template <class T> static void test_atomics() {
     cudaMemcpy(p, init.data(), 8 * sizeof(T), cudaMemcpyHostToDevice);
     atomics<<<2, 8>>>(p);
     auto r = get(p, 8);
-    CHECK(r[0] == (T)(1 + 3 * 16) && r[1] == (T)(1 - 2 * 16) && r[2] == (T)7 && r[3] == (T)0 && r[4] == (T)9 && r[5] == (T)65536);
+    CHECK(r[0] == (T)(1 + 3 * 16) && r[1] == (T)(1 - 2 * 16) && r[2] == (T)7 && r[3] == (T)0 && r[4] == (T)9 &&
+          r[5] == (T)65536);
 }
 __global__ void bit_atomics(unsigned* p, float* f, double* d, __nv_bfloat16* b, __nv_bfloat162* b2) {
     atomicAnd(p, ~(1u << threadIdx.x));
@@ -158,7 +159,8 @@ static void test_bit_atomics() {
     cudaMemset(p, 0, 32);
     cudaMemset(p, 0xff, 4);
     cudaMemset(rest, 0, 64);
-    bit_atomics<<<1, 7>>>(p, (float*)rest, (double*)(rest + 8), (__nv_bfloat16*)(rest + 16), (__nv_bfloat162*)(rest + 20));
+    bit_atomics<<<1, 7>>>(p, (float*)rest, (double*)(rest + 8), (__nv_bfloat16*)(rest + 16),
+                          (__nv_bfloat162*)(rest + 20));
     auto r = get(p, 5);
     CHECK(r[0] == ~0x7fu && r[1] == 0x7f && r[2] == 3 && r[3] == 2 && r[4] == 3);
     CHECK(get((float*)rest, 1)[0] == 3.5f && get((double*)(rest + 8), 1)[0] == 1.75);
@@ -168,18 +170,25 @@ static void test_bit_atomics() {
 
 // ---------------------------------------------------------------- integers, bits, conversions
 static void test_integers() {
-    CHECK(__popc(0xf0f0u) == 8 && __popcll(~0ull) == 64 && __clz(0) == 32 && __clz(1) == 31 && __clzll(1) == 63 && __ffs(0) == 0 && __ffs(8) == 4);
-    CHECK(__brev(1u) == 0x80000000u && __brevll(1ull) == 1ull << 63 && __byte_perm(0x33221100u, 0x77665544u, 0x7531u) == 0x77553311u);
+    CHECK(__popc(0xf0f0u) == 8 && __popcll(~0ull) == 64 && __clz(0) == 32 && __clz(1) == 31 && __clzll(1) == 63 &&
+          __ffs(0) == 0 && __ffs(8) == 4);
+    CHECK(__brev(1u) == 0x80000000u && __brevll(1ull) == 1ull << 63 &&
+          __byte_perm(0x33221100u, 0x77665544u, 0x7531u) == 0x77553311u);
     CHECK(__funnelshift_l(0x80000000u, 1u, 1) == 3u && __funnelshift_r(2u, 1u, 1) == 0x80000001u);
-    CHECK(__mulhi(1 << 30, 8) == 2 && __umulhi(~0u, ~0u) == 0xfffffffeu && __umul64hi(~0ull, 2) == 1 && __mul24(-2, 3) == -6 && __sad(3, 7, 1) == 5);
+    CHECK(__mulhi(1 << 30, 8) == 2 && __umulhi(~0u, ~0u) == 0xfffffffeu && __umul64hi(~0ull, 2) == 1 &&
+          __mul24(-2, 3) == -6 && __sad(3, 7, 1) == 5);
     CHECK(__dp4a(0x01020304, 0x01010101, 5) == 15 && __hadd(3, 6) == 4);
     for (float x : {0.5f, 1.5f, 2.5f, -0.5f, -1.5f, 3e9f, -3e9f, 7.25f}) {
         CHECK(__float2int_rz(x) == (x >= 2147483648.0f ? INT_MAX : x <= -2147483648.0f ? INT_MIN : (int)x));
-        if (fabsf(x) < 1e9f) CHECK(__float2int_rn(x) == (int)nearbyintf(x) && __float2int_ru(x) == (int)ceilf(x) && __float2int_rd(x) == (int)floorf(x));
+        if (fabsf(x) < 1e9f)
+            CHECK(__float2int_rn(x) == (int)nearbyintf(x) && __float2int_ru(x) == (int)ceilf(x) &&
+                  __float2int_rd(x) == (int)floorf(x));
     }
     CHECK(__float2int_rn(NAN) == 0 && __float2uint_rz(-1.0f) == 0 && __int_as_float(__float_as_int(-1.5f)) == -1.5f);
-    CHECK(max(1, 2u) == 2u && min(1.0f, 2.0) == 1.0 && max(NAN, 1.0f) == 1.0f && __saturatef(NAN) == 0 && __saturatef(3) == 1);
-    CHECK(rsqrtf(4.0f) == 0.5f && __fdividef(1, 4) == 0.25f && __frcp_rn(8) == 0.125f && fabsf(__expf(1) - 2.7182818f) < 1e-6f);
+    CHECK(max(1, 2u) == 2u && min(1.0f, 2.0) == 1.0 && max(NAN, 1.0f) == 1.0f && __saturatef(NAN) == 0 &&
+          __saturatef(3) == 1);
+    CHECK(rsqrtf(4.0f) == 0.5f && __fdividef(1, 4) == 0.25f && __frcp_rn(8) == 0.125f &&
+          fabsf(__expf(1) - 2.7182818f) < 1e-6f);
     CHECK(exp2_approx(3) == 8 && exp2_approx(-200) == 0 && exp2_approx(-INFINITY) == 0 && std::isnan(exp2_approx(NAN)));
 }
 
@@ -214,7 +223,8 @@ static void test_bf16() {
 }
 
 // ---------------------------------------------------------------- tensor cores
-__global__ void multiply(float* d, const __nv_bfloat16* a /* 16x16 */, const __nv_bfloat16* b /* 16x8 */, const float* c, int trans) {
+__global__ void multiply(float* d, const __nv_bfloat16* a /* 16x16 */, const __nv_bfloat16* b /* 16x8 */,
+                         const float* c, int trans) {
     __shared__ __align__(16) __nv_bfloat16 sa[16 * 16], sb[16 * 8], sat[16 * 16], sbt[8 * 16];
     int l = threadIdx.x;
     for (int i = l; i < 256; i += 32) {
@@ -259,7 +269,8 @@ static void test_mma() {
         auto d = get(dd, 128);
         for (int i = 0; i < 16; i++) for (int j = 0; j < 8; j++) {
             double want = c[i * 8 + j];
-            for (int k = 0; k < 16; k++) want += (double)__bfloat162float(a[i * 16 + k]) * (double)__bfloat162float(b[k * 8 + j]);
+            for (int k = 0; k < 16; k++)
+                want += (double)__bfloat162float(a[i * 16 + k]) * (double)__bfloat162float(b[k * 8 + j]);
             CHECK(fabs(d[i * 8 + j] - want) < 16 * 6e-8 * 4);     // 16 roundings of sums below 4
         }
     }

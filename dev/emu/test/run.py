@@ -29,14 +29,16 @@ def need(condition, text):
 
 
 def run(command, env=None, limit=120):
-    r = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit, env=dict(os.environ, **QUIET, **(env or {})))
+    r = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit, env=dict(os.environ,
+            **QUIET, **(env or {})))
     return r.returncode, r.stdout + r.stderr
 
 
 def build(name, mode, cc="g++"):
     os.makedirs(BUILD, exist_ok=True)
     out = os.path.join(BUILD, "%s-%s-%s" % (name, mode, cc))
-    code, text = run([sys.executable, os.path.join(EMU, "emucc"), "--" + mode, "--cc", cc, "-I" + ROOT, "-o", out, os.path.join(HERE, name + ".cu")], limit=280)
+    code, text = run([sys.executable, os.path.join(EMU, "emucc"), "--" + mode, "--cc", cc, "-I" + ROOT, "-o", out,
+            os.path.join(HERE, name + ".cu")], limit=280)
     need(code == 0, "emucc: " + text[-2000:])
     return out
 
@@ -88,18 +90,26 @@ def translator_launches():
     need("p->k(emu_a...)" in rewrite("p->k<<<1, 1>>>(1);"), "a member pointer")
     need('"<<<1>>>("' in rewrite('f("<<<1>>>(");'), "inside a string")
     need('R"(k<<<1,1>>>())"' in rewrite('auto s = R"(k<<<1,1>>>())";'), "inside a raw string")
-    need(rewrite("int x = 1'000'000; char c = '<'; a <<= 2; b << c;") == "int x = 1'000'000; char c = '<'; a <<= 2; b << c;", "digits and characters")
+    plain = "int x = 1'000'000; char c = '<'; a <<= 2; b << c;"
+    need(rewrite(plain) == plain, "digits and characters")
 
 
 def translator_declarations():
     need("typedef float emu_t_a [4][5];" in rewrite("{ __emu_shared__ float a[4][5]; }"), "an array")
-    need("(float *)" not in rewrite("{ __emu_shared__ float a[4], b; }") and "emu_t_b" in rewrite("{ __emu_shared__ float a[4], b; }"), "two declarators")
-    need("dynamic_smem((size_t)(16))" in rewrite("{ extern __emu_shared__ __attribute__((aligned(16))) char s[]; }"), "alignment")
-    need(translate("{ extern __emu_shared__ \n# 7 \"f.cu\" 3\n char\n# 7 \"f.cu\"\n s[]; }").endswith('\n# 7 "f.cu"\n }'), "line marks of macros")
-    need('section("emu_device")' in rewrite("__emu_device__ int x = 3;") and "section" not in rewrite("__emu_device__ int f(int x = 3) { return x; }"), "variable or function")
-    need("section" not in rewrite("template <class T> __emu_device__ inline T f() { return T{}; }"), "a template function")
-    need("Kernel emu_kernel = {(int)(N / 2)}" in rewrite("__emu_global__ void __emu_launch_bounds__(N / 2, 3) k(int n) { }"), "launch bounds")
-    need("Kernel emu_kernel = {(int)(64)}" in rewrite("__emu_launch_bounds__(64) __emu_global__ void k() { }"), "launch bounds in front")
+    need("(float *)" not in rewrite("{ __emu_shared__ float a[4], b; }")
+            and "emu_t_b" in rewrite("{ __emu_shared__ float a[4], b; }"), "two declarators")
+    need("dynamic_smem((size_t)(16))" in rewrite("{ extern __emu_shared__ __attribute__((aligned(16))) char s[]; }"),
+            "alignment")
+    marked = '{ extern __emu_shared__ \n# 7 "f.cu" 3\n char\n# 7 "f.cu"\n s[]; }'
+    need(translate(marked).endswith('\n# 7 "f.cu"\n }'), "line marks of macros")
+    need('section("emu_device")' in rewrite("__emu_device__ int x = 3;")
+            and "section" not in rewrite("__emu_device__ int f(int x = 3) { return x; }"), "variable or function")
+    need("section" not in rewrite("template <class T> __emu_device__ inline T f() { return T{}; }"),
+            "a template function")
+    bounded = rewrite("__emu_global__ void __emu_launch_bounds__(N / 2, 3) k(int n) { }")
+    need("Kernel emu_kernel = {(int)(N / 2)}" in bounded, "launch bounds")
+    need("Kernel emu_kernel = {(int)(64)}" in rewrite("__emu_launch_bounds__(64) __emu_global__ void k() { }"),
+            "launch bounds in front")
     need("emu_kernel" not in rewrite("__emu_global__ void k(int n);"), "a declaration")
 
 
@@ -141,7 +151,8 @@ def blas_mistake(name, kind):
 def mpi(ranks, *args, **env):
     if not shutil.which("mpirun"):
         raise Failed("mpirun is not installed (apt-get install libopenmpi-dev openmpi-bin)")
-    return run(["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), build("collectives", "check")] + list(args), env)
+    return run(["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), build("collectives", "check")]
+            + list(args), env)
 
 
 def collectives(ranks, **env):
@@ -162,9 +173,11 @@ def missing_rank():
 def counters():
     code, text = run([os.path.join(EMU, "emucount"), build("counters", "check")])
     need(code == 0, text)
-    need(re.search(r"transpose<0>(.|\n)*shared load .*32\.00 wavefronts, least  1\.00 <--\n\ntranspose<1>", text), "bank conflicts of the plain tile: " + text)
+    need(re.search(r"transpose<0>(.|\n)*shared load .*32\.00 wavefronts, least  1\.00 <--\n\ntranspose<1>", text),
+            "bank conflicts of the plain tile: " + text)
     need(re.search(r"strided(.|\n)*global load .*32\.00 sectors, least  4\.00 <--", text), "sectors of a strided load")
-    need(re.search(r"vectors(.|\n)*global load +16 bytes.*16\.00 sectors, least 16\.00 \n", text), "a float4 is one access")
+    need(re.search(r"vectors(.|\n)*global load +16 bytes.*16\.00 sectors, least 16\.00 \n", text),
+            "a float4 is one access")
 
 
 def bad_usage():
@@ -173,28 +186,52 @@ def bad_usage():
 
 
 TESTS = [
-    ("translator: launches", translator_launches), ("translator: declarations", translator_declarations), ("translator: errors name the line", translator_errors),
+    ("translator: launches", translator_launches),
+    ("translator: declarations", translator_declarations),
+    ("translator: errors name the line", translator_errors),
     ("emucc: a missing file is one clear line", bad_usage),
-    ("intrinsics (g++)", lambda: intrinsics("fast", "g++")), ("intrinsics (clang++)", lambda: intrinsics("fast", "clang++")),
-    ("intrinsics (checker)", lambda: intrinsics("check", "g++")), ("intrinsics (sanitizers)", lambda: intrinsics("asan", "g++")),
-    ("intrinsics on sm_80", lambda: intrinsics("fast", "g++", EMU_SM="80")), ("intrinsics on sm_120, 4 devices", lambda: intrinsics("fast", "g++", EMU_SM="120", EMU_DEVICES="4")),
-    ("textbook kernels (g++)", lambda: textbook("fast", "g++")), ("textbook kernels (clang++)", lambda: textbook("fast", "clang++")),
-    ("textbook kernels (checker)", lambda: textbook("check", "g++")), ("textbook kernels (sanitizers)", lambda: textbook("asan", "g++")),
-    ("textbook kernels, reverse", lambda: textbook("fast", "g++", EMU_ORDER="reverse")), ("textbook kernels, random", lambda: textbook("fast", "g++", EMU_ORDER="random:5")),
-    ("textbook kernels, reverse (checker)", lambda: textbook("check", "g++", EMU_ORDER="reverse")), ("textbook kernels, lazy streams", lambda: textbook("fast", "g++", EMU_LAZY_STREAM="1")),
-    ("EMU_ORDER", orders), ("EMU_FAIL", lambda: api("fail_on_request", EMU_FAIL="cudaMalloc:2,cudaMemcpy:1,cudaStreamCreate:1")),
-    ("EMU_MEM", lambda: api("memory_limit", EMU_MEM="0.001")), ("EMU_LAZY_STREAM", lambda: api("lazy_streams", EMU_LAZY_STREAM="1")),
-    ("graphs", lambda: api("graphs")), ("events", lambda: api("elapsed")), ("two-dimensional copies", lambda: api("copies_2d")),
-    ("function attributes", lambda: api("attributes")), ("cudaLaunchKernel", lambda: api("launch_array")),
+    ("intrinsics (g++)", lambda: intrinsics("fast", "g++")),
+    ("intrinsics (clang++)", lambda: intrinsics("fast", "clang++")),
+    ("intrinsics (checker)", lambda: intrinsics("check", "g++")),
+    ("intrinsics (sanitizers)", lambda: intrinsics("asan", "g++")),
+    ("intrinsics on sm_80", lambda: intrinsics("fast", "g++", EMU_SM="80")),
+    ("intrinsics on sm_120, 4 devices", lambda: intrinsics("fast", "g++", EMU_SM="120", EMU_DEVICES="4")),
+    ("textbook kernels (g++)", lambda: textbook("fast", "g++")),
+    ("textbook kernels (clang++)", lambda: textbook("fast", "clang++")),
+    ("textbook kernels (checker)", lambda: textbook("check", "g++")),
+    ("textbook kernels (sanitizers)", lambda: textbook("asan", "g++")),
+    ("textbook kernels, reverse", lambda: textbook("fast", "g++", EMU_ORDER="reverse")),
+    ("textbook kernels, random", lambda: textbook("fast", "g++", EMU_ORDER="random:5")),
+    ("textbook kernels, reverse (checker)", lambda: textbook("check", "g++", EMU_ORDER="reverse")),
+    ("textbook kernels, lazy streams", lambda: textbook("fast", "g++", EMU_LAZY_STREAM="1")),
+    ("EMU_ORDER", orders),
+    ("EMU_FAIL", lambda: api("fail_on_request", EMU_FAIL="cudaMalloc:2,cudaMemcpy:1,cudaStreamCreate:1")),
+    ("EMU_MEM", lambda: api("memory_limit", EMU_MEM="0.001")),
+    ("EMU_LAZY_STREAM", lambda: api("lazy_streams", EMU_LAZY_STREAM="1")),
+    ("graphs", lambda: api("graphs")),
+    ("events", lambda: api("elapsed")),
+    ("two-dimensional copies", lambda: api("copies_2d")),
+    ("function attributes", lambda: api("attributes")),
+    ("cudaLaunchKernel", lambda: api("launch_array")),
     ("watchdog names kernel and line", lambda: api("watchdog", 1, "watchdog", EMU_WATCHDOG="1")),
-    ("stack overflow is named", lambda: api("stack_overflow", 1, "stack overflow")), ("__trap is named", lambda: api("trap", 1, "api.cu")),
-    ("cuBLAS values", lambda: clean([build("blas", "check")])), ("cuBLAS values (fast)", lambda: clean([build("blas", "fast")])),
-    ("cuBLAS: leading dimension", lambda: blas_mistake("ld", "cuBLAS")), ("cuBLAS: null pointer", lambda: blas_mistake("null", "cuBLAS")),
-    ("cuBLAS: bounds", lambda: blas_mistake("bounds", "cuBLAS")), ("cuBLAS: C read uninitialised", lambda: blas_mistake("beta_uninitialised", "uninitialised")),
-    ("cuBLAS: wrong stream", lambda: blas_mistake("stream", "missing stream order")), ("cuBLASLt: size of an attribute", lambda: blas_mistake("lt_size", "cuBLAS")),
-    ("cuBLASLt: null attribute", lambda: blas_mistake("lt_null", "cuBLAS")), ("cuBLASLt: shapes", lambda: blas_mistake("lt_shape", "cuBLAS")),
-    ("NCCL, 1 rank", lambda: collectives(1)), ("NCCL, 2 ranks", lambda: collectives(2)), ("NCCL, 3 ranks as a ring", lambda: collectives(3, EMU_NCCL="ring")),
-    ("NCCL: another sequence of collectives", wrong_collective), ("NCCL: a rank that does not come", missing_rank), ("memory counters", counters),
+    ("stack overflow is named", lambda: api("stack_overflow", 1, "stack overflow")),
+    ("__trap is named", lambda: api("trap", 1, "api.cu")),
+    ("cuBLAS values", lambda: clean([build("blas", "check")])),
+    ("cuBLAS values (fast)", lambda: clean([build("blas", "fast")])),
+    ("cuBLAS: leading dimension", lambda: blas_mistake("ld", "cuBLAS")),
+    ("cuBLAS: null pointer", lambda: blas_mistake("null", "cuBLAS")),
+    ("cuBLAS: bounds", lambda: blas_mistake("bounds", "cuBLAS")),
+    ("cuBLAS: C read uninitialised", lambda: blas_mistake("beta_uninitialised", "uninitialised")),
+    ("cuBLAS: wrong stream", lambda: blas_mistake("stream", "missing stream order")),
+    ("cuBLASLt: size of an attribute", lambda: blas_mistake("lt_size", "cuBLAS")),
+    ("cuBLASLt: null attribute", lambda: blas_mistake("lt_null", "cuBLAS")),
+    ("cuBLASLt: shapes", lambda: blas_mistake("lt_shape", "cuBLAS")),
+    ("NCCL, 1 rank", lambda: collectives(1)),
+    ("NCCL, 2 ranks", lambda: collectives(2)),
+    ("NCCL, 3 ranks as a ring", lambda: collectives(3, EMU_NCCL="ring")),
+    ("NCCL: another sequence of collectives", wrong_collective),
+    ("NCCL: a rank that does not come", missing_rank),
+    ("memory counters", counters),
 ]
 
 
@@ -213,7 +250,8 @@ def main():
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     good = bad = 0
     # each program is built once, before the tests that share it
-    first = [("fast", "intrinsics", "g++"), ("check", "intrinsics", "g++"), ("fast", "textbook", "g++"), ("check", "textbook", "g++"), ("fast", "api", "g++"),
+    first = [("fast", "intrinsics", "g++"), ("check", "intrinsics", "g++"), ("fast", "textbook", "g++"), ("check",
+            "textbook", "g++"), ("fast", "api", "g++"),
              ("check", "blas", "g++"), ("check", "collectives", "g++"), ("check", "counters", "g++")]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         tests = [t for t in TESTS if word in t[0]]

@@ -5,7 +5,14 @@
 #include <cuda_runtime.h>
 
 #define TILE 16
-#define CHECK(call) do { cudaError_t err = call; if (err != cudaSuccess) { fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(err)); exit(1); } } while (0)
+#define CHECK(call)                                                                                                    \
+    do {                                                                                                               \
+        cudaError_t err = call;                                                                                        \
+        if (err != cudaSuccess) {                                                                                      \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(err));                               \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
 
 __global__ void vecAdd(const float *a, const float *b, float *c, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -19,8 +26,10 @@ __global__ void matmulTiled(const float *A, const float *B, float *C, int N) {
     int col = blockIdx.x * TILE + threadIdx.x;
     float sum = 0.0f;
     for (int t = 0; t < (N + TILE - 1) / TILE; ++t) {
-        As[threadIdx.y][threadIdx.x] = (row < N && t * TILE + threadIdx.x < N) ? A[row * N + t * TILE + threadIdx.x] : 0.0f;
-        Bs[threadIdx.y][threadIdx.x] = (t * TILE + threadIdx.y < N && col < N) ? B[(t * TILE + threadIdx.y) * N + col] : 0.0f;
+        As[threadIdx.y][threadIdx.x] =
+            (row < N && t * TILE + threadIdx.x < N) ? A[row * N + t * TILE + threadIdx.x] : 0.0f;
+        Bs[threadIdx.y][threadIdx.x] =
+            (t * TILE + threadIdx.y < N && col < N) ? B[(t * TILE + threadIdx.y) * N + col] : 0.0f;
         __syncthreads();
         for (int k = 0; k < TILE; ++k) sum += As[threadIdx.y][k] * Bs[k][threadIdx.x];
         __syncthreads();
@@ -98,7 +107,8 @@ __global__ void histogram256(unsigned int *bins, const unsigned char *data, int 
     __shared__ unsigned int local[256];
     for (int b = threadIdx.x; b < 256; b += blockDim.x) local[b] = 0;
     __syncthreads();
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) atomicAdd(&local[data[i]], 1);
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x)
+        atomicAdd(&local[data[i]], 1);
     __syncthreads();
     for (int b = threadIdx.x; b < 256; b += blockDim.x) atomicAdd(&bins[b], local[b]);
 }
@@ -278,7 +288,12 @@ int main() {
     CHECK(cudaMemcpy(r, c, sizeof(float), cudaMemcpyDeviceToHost));
     errors += bad("sumGuide", r[0], total, 1e-2);
 
-    CHECK(cudaFree(a)); CHECK(cudaFree(b)); CHECK(cudaFree(c)); CHECK(cudaFree(bins)); CHECK(cudaFree(data)); CHECK(cudaFree(d));
+    CHECK(cudaFree(a));
+    CHECK(cudaFree(b));
+    CHECK(cudaFree(c));
+    CHECK(cudaFree(bins));
+    CHECK(cudaFree(data));
+    CHECK(cudaFree(d));
     free(h); free(r);
     printf("%d errors\n", errors);
     return errors != 0;
