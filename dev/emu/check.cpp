@@ -30,7 +30,15 @@ struct Record {                  // one access; pc 0: none
 };
 struct Cell { Record w, r[2]; uint32_t split; };       // split: index of four cells, one for each byte
 enum State : uint8_t { ALLOCATED = 1, INITIALISED = 2, IN_FLIGHT = 4, HOST_TOO = 8, CONSTANT = 16, FREED = 32 };
-struct Region { uintptr_t base; size_t size; uint8_t* state; Cell* cells; bool shared; const char* name; };
+struct Region {                  // `base` is a multiple of 4; the memory itself begins at `first`
+    uintptr_t base;
+    size_t size;
+    uint8_t* state;
+    Cell* cells;
+    bool shared;
+    const char* name;
+    uintptr_t first;
+};
 
 static Region arena;
 static size_t arena_top;
@@ -60,7 +68,7 @@ static void add_variables(char* from, char* to, uint8_t state, const char* name)
     if (!from || from == to) return;
     uintptr_t base = (uintptr_t)from & ~(uintptr_t)15;
     size_t size = (uintptr_t)to - base;
-    Region r{base, size, reserve<uint8_t>(size), reserve<Cell>(size / 4 + 1), false, name};
+    Region r{base, size, reserve<uint8_t>(size), reserve<Cell>(size / 4 + 1), false, name, (uintptr_t)from};
     memset(r.state, state, size);
     variables().push_back(r);
     variables_low = std::min(variables_low, base);
@@ -70,7 +78,7 @@ static void add_variables(char* from, char* to, uint8_t state, const char* name)
 __attribute__((constructor(101))) static void start() {
     for (size_t size = 64ull << 30; size >= 1ull << 30; size /= 2) {
         arena = {(uintptr_t)reserve<char>(size), size,  reserve<uint8_t>(size),
-                 reserve<Cell>(size / 4),        false, "global"};
+                 reserve<Cell>(size / 4),        false, "global", 0};
         if (arena.base && arena.state && arena.cells) break;
     }
     if (!arena.base || !arena.cells) fatal("the checker cannot reserve its shadow memory (ulimit -v?)");
@@ -602,12 +610,13 @@ static const Region* region_of(uintptr_t a) {
     if (cur) {
         Block* b = worker->block;
         if (a - (uintptr_t)b->shared < SHARED_ARENA) {
-            block = {(uintptr_t)b->shared, SHARED_ARENA, b->shared_state, b->shared_cells, true, "shared"};
+            block = {(uintptr_t)b->shared, SHARED_ARENA, b->shared_state, b->shared_cells, true, "shared", 0};
             return &block;
         }
     }
     if (a >= variables_low && a < variables_high)
-        for (Region& r : variables()) if (a - r.base < r.size) return &r;
+        for (Region& r : variables())
+            if (a >= r.first && a - r.base < r.size) return &r;
     return nullptr;
 }
 

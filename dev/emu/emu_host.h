@@ -48,3 +48,8 @@ template <class... A> inline cudaError_t cudaLaunchKernel(void (*k)(A...), dim3 
                       std::index_sequence_for<A...>());
     return cudaPeekAtLastError();
 }
+template <class... A>
+inline cudaError_t cudaLaunchCooperativeKernel(void (*k)(A...), dim3 grid, dim3 block, void** args, size_t smem = 0,
+                                               cudaStream_t s = nullptr, EMU_AT) {
+    return cudaLaunchKernel(k, grid, block, args, smem, s, f, l);
+}

@@ -21,7 +21,7 @@ extern "C" void __sanitizer_finish_switch_fiber(void* fake_stack_save, const voi
 
 namespace emu {
 
-const size_t GUARD = 4096, REGION = 8ull << 30;      // stacks of a process lie side by side in one reserved region
+const size_t GUARD = 4096, REGION = 128ull << 30;      // stacks of a process lie side by side in one reserved region
 static char* region;
 static size_t region_used = 16 << 20;                // a large frame on the first stack falls into the region, too
 static pthread_mutex_t region_lock = PTHREAD_MUTEX_INITIALIZER;

@@ -52,7 +52,7 @@ static Options read_options() {
     o.sm = (int)number("EMU_SM", 90);
     o.devices = (int)number("EMU_DEVICES", 1);
     o.memory_gib = number("EMU_MEM", 80);
-    o.watchdog = number("EMU_WATCHDOG", 20);
+    o.watchdog = number("EMU_WATCHDOG", 10);
     o.count = number("EMU_COUNT", 0) != 0;
     o.stats = number("EMU_STATS", 0) != 0;
     return o;
@@ -211,7 +211,7 @@ static void on_hang(int, siginfo_t*, void* context) {
 #else
     (void)context;
 #endif
-    fprintf(stderr, "emu: %s: watchdog: no thread made progress for %g s (EMU_WATCHDOG)\nemu:     by %s\n",
+    fprintf(stderr, "emu: %s: watchdog: no thread made progress for %g s of processor time (EMU_WATCHDOG)\nemu:     by %s\n",
             where((char*)pc + 1).c_str(), options().watchdog, who().c_str());
     fflush(stdout);
     _exit(1);
@@ -236,9 +236,11 @@ __attribute__((unused)) static void on_fault(int signal, siginfo_t* info, void* 
     _exit(1);
 }
 
-static double now() {
+// Seconds of processor time a thread has used: a machine that is busy with other work is no hang.
+static double used(pthread_t thread) {
+    clockid_t id;
     struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
+    if (pthread_getcpuclockid(thread, &id) || clock_gettime(id, &t)) return 0;
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
@@ -250,10 +252,10 @@ static void* watchdog(void*) {
             long p = w.worker->progress;
             if (!w.worker->grid.load() || p != w.progress) {
                 w.progress = p;
-                w.since = now();
-            } else if (now() - w.since > options().watchdog) {
+                w.since = used(w.thread);
+            } else if (used(w.thread) - w.since > options().watchdog) {
                 pthread_kill(w.thread, SIGUSR2);
-                w.since = now();
+                w.since = used(w.thread);
             }
         }
     }
@@ -277,7 +279,7 @@ static void handle(int signal, void (*handler)(int, siginfo_t*, void*)) {
 void watch_thread() {
     signal_stack();
     std::lock_guard<std::mutex> lock(watched_lock);
-    watched.push_back({pthread_self(), worker, 0, now()});
+    watched.push_back({pthread_self(), worker, 0, used(pthread_self())});
     if (watched.size() > 1) return;
 #if !defined(__SANITIZE_ADDRESS__)
     handle(SIGSEGV, on_fault);

@@ -131,6 +131,7 @@ class Translator:
         self.s, self.attribute = source, kernel_attribute
         self.pos = 0                                   # everything before is in self.out
         self.out = []
+        self.kind = None                               # of the variable whose first qualifier was read
         self.bounds = None                             # __launch_bounds__ seen before its __global__
         self.globals = {}                              # file-scope shared variables: name -> expression
 
@@ -236,19 +237,21 @@ class Translator:
         m = re.search(r"[(;={\[]|\boperator\b|\b__emu_(?:shared|device|constant|managed|global)__\b", rest)
         word = m.group() if m else "("
         is_type = re.match(r"\s*(?:struct|class|union|enum|template|typedef|using)\b", rest)
-        is_variable = word[0] in ";=[{" and not is_type
-        if is_variable and not re.search(r"\bextern\s*$", self.tail(40)):
-            self.out.append(f'__attribute__((section("{SECTIONS[kind]}"), used)) ')
-            if kind == "constant":                     # const would put it into a read-only section of the same name
-                self.drop_const(end)
+        if word.startswith("__emu_") and kind != "device":     # __managed__ __device__ int x: the second word is the variable's
+            self.kind = kind
+        elif word[0] in ";=[{" and not is_type and not re.search(r"\bextern\s*$", self.tail(40)):
+            declaration = self.tail(60).rsplit(";", 1)[-1].rsplit("}", 1)[-1] + rest[:m.start()]
+            if not self.constant(declaration):
+                self.out.append(f'__attribute__((section("{SECTIONS[self.kind or kind]}"), used)) ')
+            self.kind = None
         return self.pos
 
-    def drop_const(self, end):
-        """A constant that is also declared const lands in read-only data, which cannot share the section."""
-        m = re.match(r"\s*(?:static\s+)?const\b", self.s[end:end + 60])
-        if m:
-            self.out.append(m.group().replace("const", "     "))
-            self.pos = end + m.end()
+    @staticmethod
+    def constant(declaration):
+        """A const object lies in read-only memory, which cannot share a section with variables: it is not watched."""
+        if re.search(r"\bconstexpr\b", declaration):
+            return True
+        return bool(re.search(r"\bconst\b", declaration.rsplit("*", 1)[-1]))
 
     def shared(self, i, end, is_extern):
         s = self.s
@@ -308,7 +311,13 @@ class Translator:
         return result
 
 
+# A kernel passed as void*: without the cast its parameters are known.
+UNTYPED = re.compile(r"\b(cudaLaunch(?:Cooperative)?Kernel\s*\(\s*)(?:\(\s*(?:const\s+)?void\s*\*\s*\)|"
+                     r"reinterpret_cast\s*<\s*(?:const\s+)?void\s*\*\s*>)")
+
+
 def translate(source, kernel_attribute="noinline"):
+    source = UNTYPED.sub(r"\1", source)
     t = Translator(source, kernel_attribute)
     try:
         return t.run()

@@ -1,5 +1,5 @@
 // The part of cooperative groups that kernels of one block need: the block, tiles of a warp, the active lanes. (Our own
-// kernels do not use them; published ones do. There is no grid-wide synchronisation.)
+// kernels do not use them; published ones do.) A grid of up to 256 blocks can be synchronised.
 #pragma once
 namespace cooperative_groups {
 
@@ -13,6 +13,29 @@ struct thread_block {
     static dim3 group_dim() { return blockDim; }
 };
 inline thread_block this_thread_block() { return {}; }
+
+static __device__ unsigned emu_grid_tickets;            // blocks that have come to a grid barrier, ever
+struct grid_group {
+    static unsigned block_count() { return gridDim.x * gridDim.y * gridDim.z; }
+    static unsigned long long thread_rank() {
+        unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+        return (unsigned long long)block * thread_block::size() + thread_block::thread_rank();
+    }
+    static unsigned long long size() { return (unsigned long long)block_count() * thread_block::size(); }
+    static unsigned long long num_threads() { return size(); }
+    static bool is_valid() { return true; }
+    static void sync(EMU_AT) {
+        thread_block::sync(f, l);
+        if (thread_block::thread_rank() == 0) {
+            __threadfence();
+            unsigned target = (atomicAdd(&emu_grid_tickets, 1u) / block_count() + 1) * block_count();
+            while (*(volatile unsigned*)&emu_grid_tickets < target) __nanosleep(0);
+            __threadfence();
+        }
+        thread_block::sync(f, -l);
+    }
+};
+inline grid_group this_grid() { return {}; }
 
 template <unsigned N> struct thread_block_tile {
     static_assert(N >= 1 && N <= 32 && (N & (N - 1)) == 0, "a tile has 1, 2, 4, 8, 16 or 32 threads");

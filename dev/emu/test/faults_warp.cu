@@ -158,6 +158,16 @@ __global__ void static_and_dynamic(float* out) {
 static void static_and_dynamic_case(bool bad) {
     static_and_dynamic<<<1, 32, bad ? 32768 : 16384>>>(device<float>(32));   // bad: static_and_dynamic
 }
+
+// ---------------------------------------------------------------- tensor-core loads and asynchronous copies
+__global__ void async_wait(float* out, const float* in, bool bad) {
+    __shared__ __align__(16) float s[128];
+    cpa16(s + 4 * threadIdx.x, in + 4 * threadIdx.x);
+    cpa_commit();
+    if (!bad) cpa_wait<0>();
+    __syncthreads();
+    out[threadIdx.x] = s[threadIdx.x];                                     // bad: async_wait
+}
 static void async_wait_case(bool bad) { async_wait<<<1, 32>>>(device<float>(32), zeros<float>(128), bad); }
 
 __global__ void async_barrier(float* out, const float* in, bool bad) {

@@ -104,6 +104,9 @@ def translator_declarations():
     need(translate(marked).endswith('\n# 7 "f.cu"\n }'), "line marks of macros")
     need('section("emu_device")' in rewrite("__emu_device__ int x = 3;")
             and "section" not in rewrite("__emu_device__ int f(int x = 3) { return x; }"), "variable or function")
+    need('section("emu_managed")' in rewrite("__emu_managed__ __emu_device__ int x;"), "two qualifiers")
+    need("section" not in rewrite("__emu_constant__ const float x[2] = {1, 2};"), "a const object")
+    need("section" in rewrite("__emu_device__ const float* x;"), "a pointer to const")
     need("section" not in rewrite("template <class T> __emu_device__ inline T f() { return T{}; }"),
             "a template function")
     bounded = rewrite("__emu_global__ void __emu_launch_bounds__(N / 2, 3) k(int n) { }")
@@ -180,6 +183,17 @@ def counters():
             "a float4 is one access")
 
 
+def nvcc_compiles_ptx(arch):
+    wheels = os.path.join(ROOT, "build", "cuda-wheels")
+    found = [os.path.join(folder, "nvcc") for folder, _, files in os.walk(wheels) if "nvcc" in files]
+    nvcc = shutil.which("nvcc") or next(iter(found), None) or "/usr/local/cuda/bin/nvcc"
+    need(os.path.exists(nvcc), "nvcc was not found (install the toolkit, or run `make deps`)")
+    os.makedirs(BUILD, exist_ok=True)
+    code, text = run([nvcc, "-std=c++17", "-arch=" + arch, "-I" + ROOT, "-cubin",
+                      "-o", os.path.join(BUILD, "ptx-%s.cubin" % arch), os.path.join(HERE, "ptx.cu")])
+    need(code == 0, text[-500:])
+
+
 def bad_usage():
     code, text = run([os.path.join(EMU, "emucc"), "-o", "x", "none.cu"])
     need(code == 1 and text.count("\n") == 1 and "none.cu: no such file" in text, text)
@@ -232,6 +246,9 @@ TESTS = [
     ("NCCL: another sequence of collectives", wrong_collective),
     ("NCCL: a rank that does not come", missing_rank),
     ("memory counters", counters),
+    ("llmc/ptx.cuh compiles for sm_80", lambda: nvcc_compiles_ptx("sm_80")),
+    ("llmc/ptx.cuh compiles for sm_90", lambda: nvcc_compiles_ptx("sm_90")),
+    ("llmc/ptx.cuh compiles for sm_120", lambda: nvcc_compiles_ptx("sm_120")),
 ]
 
 
@@ -268,7 +285,7 @@ def main():
             globals()["build"] = build_once
             list(pool.map(lambda b: one(("build", lambda: build_once(b[1], b[0], b[2]))), first))
         for name in ("faults_shared", "faults_global", "faults_host", "faults_warp"):
-            if word in name or not word or word.startswith("faults"):
+            if not tests or not word or word in name:
                 tests += [t for t in fault_tests(name, "g++") if word in t[0]]
         for line, ok in pool.map(one, tests):
             print(line, flush=True)
