@@ -469,6 +469,7 @@ char* shared_alloc(Block* b, size_t n, size_t align, const char* name) {
     if (align >= 2 && align < 128) at += align;        // no more aligned than declared
     if (at + n + gap > SHARED_ARENA) fatal("%s: the emulator's shared memory is used up", name);
     b->shared_used = at + n;
+    if (b->shared_dirty < b->shared_used) b->shared_dirty = b->shared_used;
     char* p = b->shared + at;
     ASAN_UNPOISON_MEMORY_REGION(p, n);
     __builtin_memset(p, options().poison ? 0xff : 0, n);
@@ -592,7 +593,7 @@ static void start_block(Worker* w, Grid& g, Block* b, long linear) {
     ASAN_POISON_MEMORY_REGION(b->shared, SHARED_ARENA);
     w->block = b;
     check_block_begin(b);
-    b->dynamic = shared_alloc(b, c.smem, 16, "dynamic shared memory");
+    b->dynamic = shared_alloc(b, c.smem, 128, "dynamic shared memory");     // at least as aligned as on a GPU
 }
 
 // Runs a block until it has finished or every thread of it polls.

@@ -800,7 +800,8 @@ void check_block_begin(Block* b) {
         b->shared_state = reserve<uint8_t>(SHARED_ARENA);
         b->shared_cells = reserve<Cell>(SHARED_ARENA / 4);
     }
-    memset(b->shared_state, 0, SHARED_ARENA);
+    memset(b->shared_state, 0, b->shared_dirty);
+    b->shared_dirty = 0;
     b->barrier_clock = 1;
     b->fenced = false;
     b->fences.reset();

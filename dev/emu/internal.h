@@ -104,7 +104,7 @@ struct Block {
     uint32_t random;
     // shared memory
     char* shared;
-    size_t shared_used, static_bytes;
+    size_t shared_used, static_bytes, shared_dirty;     // dirty: what the checker has to forget
     char* dynamic;
     std::vector<std::pair<int, char*>> variables;      // SharedVar id -> its place in this block
     // checker

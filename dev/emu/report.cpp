@@ -15,6 +15,13 @@
 #include <set>
 #include <tuple>
 #include "internal.h"
+#if defined(__SANITIZE_ADDRESS__)
+#define EMU_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define EMU_ASAN 1
+#endif
+#endif
 
 namespace emu {
 
@@ -202,7 +209,7 @@ void fatal(const char* format, ...) {
 // ---------------------------------------------------------------- the watchdog and faults of the machine
 struct Watched { pthread_t thread; Worker* worker; long progress; double since; };
 static std::mutex watched_lock;
-static std::vector<Watched> watched;
+static std::vector<Watched>& watched = *new std::vector<Watched>;       // outlives every thread
 
 static void on_hang(int, siginfo_t*, void* context) {
     void* pc = nullptr;
@@ -262,7 +269,7 @@ static void* watchdog(void*) {
     return nullptr;
 }
 
-static void signal_stack() {
+__attribute__((unused)) static void signal_stack() {
     stack_t s = {};
     s.ss_size = 256 * 1024;
     s.ss_sp = malloc(s.ss_size);
@@ -276,12 +283,26 @@ static void handle(int signal, void (*handler)(int, siginfo_t*, void*)) {
     sigaction(signal, &a, nullptr);
 }
 
+struct Unwatch {                 // a host thread that launched kernels ends
+    ~Unwatch() {
+        std::lock_guard<std::mutex> lock(watched_lock);
+        for (size_t i = 0; i < watched.size(); i++)
+            if (pthread_equal(watched[i].thread, pthread_self())) watched.erase(watched.begin() + (long)i--);
+    }
+};
+
 void watch_thread() {
-    signal_stack();
+    static thread_local Unwatch at_end;
+    (void)&at_end;
     std::lock_guard<std::mutex> lock(watched_lock);
     watched.push_back({pthread_self(), worker, 0, used(pthread_self())});
-    if (watched.size() > 1) return;
-#if !defined(__SANITIZE_ADDRESS__)
+#if !defined(EMU_ASAN)           // AddressSanitizer has its own stack and handlers for these
+    signal_stack();
+#endif
+    static bool installed;
+    if (installed) return;
+    installed = true;
+#if !defined(EMU_ASAN)
     handle(SIGSEGV, on_fault);
     handle(SIGBUS, on_fault);
     handle(SIGFPE, on_fault);
