@@ -2140,6 +2140,7 @@ int train(Trainer* t) {
     int* dead_experts = (int*)callocCheck(c->num_hidden_layers, sizeof(int));
     double flops = flops_per_token(c, &t->model.table, t->model.T) * (double)opt->tokens_per_step;
     signal(SIGINT, on_interrupt);
+    if (opt->steps == 0 && opt->out) { trainer_save(t); } // no training: what was loaded, as a checkpoint
     bool stop = false; // looked at once a step: a Ctrl-C during validation or a save still gets a last step that is saved
     while (t->step < opt->steps && !stop) {
         StepMetrics metrics;

@@ -13,6 +13,7 @@ sanitize="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 flags="-std=c11 -Wall -Wextra -Werror -I. -fno-math-errno ${OPENMP:-} ${GEMM_FLAGS:-}"
 libs="${GEMM_LIBS:-} -lcjson -lm -lpthread"
 export LONG="$long"
+export OMP_WAIT_POLICY=passive # tests share the machine: threads that wait sleep
 passed=0 failed=0
 
 count() { # count LOG: adds up what a test program printed on its last line
