@@ -300,9 +300,11 @@ def eval_equals_the_validation_loss_of_training():  # N26: also with all of the 
 
 
 @test
-def no_step_is_a_run_too():
+def a_run_of_no_steps_saves_what_it_began_with():
     r = run([*TINY, "--train-data", stories(), "--steps", 0, "--out", folder("out"), "--profile", "--metrics", folder("m.jsonl")])
-    check(steps_in(folder("out")) == [] and read(folder("m.jsonl")) == b"", r.out)
+    check(steps_in(folder("out")) == [0] and read(folder("m.jsonl")) == b"", r.out)
+    again = run([PROGRAM, "--resume", "--out", folder("out"), "--steps", 1])
+    check("step 1/1" in again.out and steps_in(folder("out")) == [0, 1], again.out)
 
 
 @test
