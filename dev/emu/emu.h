@@ -114,9 +114,16 @@ void access16(const void* p, bool write, void* pc);    // a 16-byte access as on
 // ---- host <-> __device__ variables
 cudaError_t symbol_copy(const void* symbol, size_t symbol_size, size_t offset, const void* src, void* dst, size_t n,
                         cudaMemcpyKind kind, cudaStream_t stream, bool async, void* pc);
-template <class T> struct ShuffleArg { T v, r; int src; int lane; };
+template <class T> struct ShuffleArg { T v, r; int src; unsigned down; };
 void copy_bits(void* to, const void* from, size_t n);      // memcpy that the checker does not see
 void absent_lane(const char* what, int lane, int src, unsigned mask);
+// A tree sum over the first 8 lanes, say, by __shfl_down_sync(0xff, v, 4) and so on: its upper lanes read absent ones,
+// but nobody uses what they get.
+inline bool unused_half(unsigned lanes, unsigned down) {
+    bool first_lanes = (lanes & (lanes + 1)) == 0;
+    unsigned n = (unsigned)__builtin_popcount(lanes);
+    return down && first_lanes && (n & (n - 1)) == 0 && down <= n / 2;
+}
 template <class T> __attribute__((no_sanitize("thread"))) void shuffle_done(void** args, unsigned arrived) {
     for (int l = 0; l < 32; l++) {
         if (!(arrived >> l & 1)) continue;
@@ -124,16 +131,17 @@ template <class T> __attribute__((no_sanitize("thread"))) void shuffle_done(void
         if (arrived >> x->src & 1) {
             copy_bits(&x->r, &((ShuffleArg<T>*)args[x->src])->v, sizeof(T));
         } else {                                       // the value is undefined in CUDA: poison
-            absent_lane("shuffle", l, x->src, arrived);
+            if (!unused_half(arrived, x->down)) absent_lane("shuffle", l, x->src, arrived);
             __builtin_memset((void*)&x->r, 0xff, sizeof(T));
         }
     }
 }
-template <class T>
-inline __attribute__((no_sanitize("thread"))) T shuffle(unsigned mask, T v, int src, const char* f, int l) {
+template <class T> inline __attribute__((no_sanitize("thread"))) T shuffle(unsigned mask, T v, int src, const char* f,
+                                                                           int l, unsigned down = 0) {
     ShuffleArg<T> x;
     x.v = v;
     x.src = src & 31;
+    x.down = down;
     warp_op(mask, "shuffle", &x, shuffle_done<T>, f, l);
     return x.r;
 }
@@ -199,7 +207,7 @@ template <class T> T __shfl_xor_sync(unsigned m, T v, int x, int w = 32, EMU_AT)
 }
 template <class T> T __shfl_down_sync(unsigned m, T v, unsigned d, int w = 32, EMU_AT) {
     int n = emu::cur->lane;
-    return emu::shuffle(m, v, (n & (w - 1)) + (int)d < w ? n + (int)d : n, f, l);
+    return emu::shuffle(m, v, (n & (w - 1)) + (int)d < w ? n + (int)d : n, f, l, d);
 }
 template <class T> T __shfl_up_sync(unsigned m, T v, unsigned d, int w = 32, EMU_AT) {
     int n = emu::cur->lane;

@@ -218,7 +218,8 @@ static void on_hang(int, siginfo_t*, void* context) {
 #else
     (void)context;
 #endif
-    fprintf(stderr, "emu: %s: watchdog: no thread made progress for %g s of processor time (EMU_WATCHDOG)\nemu:     by %s\n",
+    fprintf(stderr,
+            "emu: %s: watchdog: no thread made progress for %g s of processor time (EMU_WATCHDOG)\nemu:     by %s\n",
             where((char*)pc + 1).c_str(), options().watchdog, who().c_str());
     fflush(stdout);
     _exit(1);

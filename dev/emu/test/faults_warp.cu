@@ -53,6 +53,16 @@ __global__ void partial_warp(float* out, int n) {
 }
 static void partial_warp_case(bool bad) { partial_warp<<<1, bad ? 48 : 64>>>(device<float>(64), 64); }
 
+__global__ void few_lanes(float* out,
+                          int lanes) {    // the sums of 8 warps, added by the first 8 lanes: legal with 8 or 16
+    float v = threadIdx.x;
+    if (threadIdx.x < lanes) {
+        for (int o = 4; o > 0; o /= 2) v += __shfl_down_sync((1u << lanes) - 1, v, o);   // bad: few_lanes
+        if (threadIdx.x == 0) *out = v;
+    }
+}
+static void few_lanes_case(bool bad) { few_lanes<<<1, 32>>>(device<float>(1), bad ? 6 : 8); }
+
 __global__ void exited_lanes(float* out, bool bad) {
     int n = bad ? 20 : 32;
     if (threadIdx.x >= n) return;
@@ -271,6 +281,7 @@ static const Case table[] = {
     {"shuffle_in_branch", "deadlock", shuffle_in_branch_case},
     {"outside_mask", "lane", outside_mask_case},
     {"partial_warp", "absent", partial_warp_case},
+    {"few_lanes", "absent", few_lanes_case},
     {"exited_lanes", "absent", exited_lanes_case},
     {"different_masks", "divergent", different_masks_case},
     {"different_operations", "divergent", different_operations_case},
