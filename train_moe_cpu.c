@@ -2172,7 +2172,8 @@ int train(Trainer* t) {
         metrics.dead_experts = dead_experts;
         metrics.num_layers = c->num_hidden_layers;
         metrics.mem = resident_bytes();
-        logger_step(&t->logger, &metrics);
+        bool shown = last || t->step == 1 || t->step % opt->log_every == 0 || isfinite(metrics.val_loss);
+        logger_step(&t->logger, &metrics, shown);
     }
     free(expert_load);
     free(dead_experts);

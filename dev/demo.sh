@@ -9,7 +9,8 @@ if [ -d "$OUT" ]; then echo "$OUT is there already, and nothing saved is overwri
 mkdir -p "$OUT"
 
 ./train_moe_cpu --model demo --train-data "$DATA/train_*.bin" --val-data "$DATA/val_*.bin" --doc-mask --out "$OUT" \
-    --metrics "$OUT/metrics.jsonl" --batch-size 1 --seq-len 1024 --steps $STEPS --lr 4e-3 --beta2 0.99 --val-every 400 --val-steps 20 --sample-every 400
+    --metrics "$OUT/metrics.jsonl" --batch-size 1 --seq-len 1024 --steps $STEPS --lr 4e-3 --beta2 0.99 --log-every 100 --val-every 400 --val-steps 20 \
+    --sample-every 400
 last=$(printf '%s/step_%08d' "$OUT" $STEPS)
 
 echo

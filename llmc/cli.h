@@ -45,7 +45,7 @@ typedef struct {
     int64_t seed;
     // output
     const char *out, *metrics, *trace;
-    int64_t save_every, keep, val_every, val_steps, sample_every;
+    int64_t log_every, save_every, keep, val_every, val_steps, sample_every;
     bool profile;
     // sampling
     const char* prompt;
@@ -159,6 +159,8 @@ static const OptionRow option_table[] = {
 
     {"output", 'o', "out", "DIR", OPTION_STRING, AT(out), NULL, NULL, PROGRAM_BOTH,
         "checkpoints, each a Hugging Face folder; saves the last step"},
+    {"output", 0, "log-every", "N", OPTION_INT, AT(log_every), "1", "[1,inf)", PROGRAM_BOTH,
+        "steps between printed step lines (--metrics has every step)"},
     {"output", 0, "save-every", "N", OPTION_INT, AT(save_every), "0", "[0,inf)", PROGRAM_BOTH,
         "steps between checkpoints; 0: only the last step"},
     {"output", 0, "keep", "K", OPTION_INT, AT(keep), "0", "[0,1000000]", PROGRAM_BOTH,

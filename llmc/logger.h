@@ -276,13 +276,13 @@ static inline double logger_eta(Logger* log, const StepMetrics* m) {
     return left * (now_us - log->start_us) * 1e-6 / (double)(m->step - log->start_step);
 }
 
-// Logs one finished step, on stdout and in metrics.jsonl.
-static inline void logger_step(Logger* log, const StepMetrics* m) {
+// Logs one finished step: in metrics.jsonl, and on stdout if it is to be shown (on a terminal the bar moves at every step).
+static inline void logger_step(Logger* log, const StepMetrics* m, bool shown) {
     char line[400];
     double eta_seconds = logger_eta(log, m);
     format_step_line(line, sizeof(line), m, eta_seconds);
-    logger_clear(log);
-    puts(line);
+    if (shown || log->terminal) { logger_clear(log); }
+    if (shown) { puts(line); }
     if (log->terminal && m->step < m->steps) { logger_bar(log, m->step, m->steps, eta_seconds); }
     fflush(stdout);
     if (log->fd >= 0) {

@@ -65,7 +65,7 @@ static void log_steps(int64_t resumed, int64_t first, int64_t last) {
     logger_open(&logger, metrics_path(), resumed, 3);
     for (int64_t step = first; step <= last; step++) {
         StepMetrics m = step_of(step, last);
-        logger_step(&logger, &m);
+        logger_step(&logger, &m, true);
     }
     logger_close(&logger);
     logger_close(&logger); // twice is fine
@@ -184,7 +184,7 @@ static void optional_losses_appear_when_there_are_some(void) {
     m.grad_norm = INFINITY;
     m.phase_ms = m.expert_load = NULL;
     m.dead_experts = NULL;
-    logger_step(&logger, &m);
+    logger_step(&logger, &m, true);
     logger_close(&logger);
     restore(1, saved, printed, sizeof(printed));
     CHECK_CONTAINS(printed, "loss nan | val 4.0000 | norm inf");
@@ -206,7 +206,7 @@ static void a_float_survives_being_written(void) {
     StepMetrics m = step_of(1, 1);
     m.loss = (double)value;
     m.num_layers = 0;
-    logger_step(&logger, &m);
+    logger_step(&logger, &m, true);
     logger_close(&logger);
     restore(1, saved, printed, sizeof(printed));
     cJSON* lines[2];
@@ -228,7 +228,7 @@ static void many_layers_fit_in_a_line(void) {
     m.dead_experts = none;
     m.num_layers = L;
     for (int i = 0; i <= NUM_PHASES; i++) { phases[i] = 1.23456e-105; }
-    logger_step(&logger, &m);
+    logger_step(&logger, &m, true);
     logger_close(&logger);
     restore(1, saved, printed, sizeof(printed));
     memset(phases, 0, sizeof(phases));
@@ -299,7 +299,7 @@ static void a_full_disk_is_reported_once_and_training_goes_on(void) {
     logger_open(&logger, "/dev/full", 0, 3);
     for (int64_t step = 1; step <= 5; step++) {
         StepMetrics m = step_of(step, 5);
-        logger_step(&logger, &m);
+        logger_step(&logger, &m, true);
     }
     logger_close(&logger);
     restore(1, saved_out, printed, sizeof(printed));
@@ -358,7 +358,7 @@ static void the_bar_never_shares_a_line_with_text(void) {
     logger.terminal = true;
     for (int64_t step = 1; step <= 4; step++) {
         StepMetrics m = step_of(step, 4);
-        logger_step(&logger, &m);
+        logger_step(&logger, &m, true);
         if (step == 2) { logger_print(&logger, "sample: %s\n", "once upon a time"); }
     }
     logger_close(&logger);
