@@ -15,7 +15,7 @@ $(error this Makefile needs a Unix shell: Linux, WSL or macOS)
 endif
 
 # these probes must not run where nothing is built
-ifneq ($(filter-out clean deps help,$(or $(MAKECMDGOALS),all)),)
+ifneq ($(filter-out clean deps test-deps help $(PYTHON) $(BUILD)/cuda-wheels/done,$(or $(MAKECMDGOALS),all)),)
 ifndef NO_OPENMP
   OPENMP := $(if $(call probe,int main(void) { return 0; },-fopenmp),-fopenmp)
   ifeq ($(OPENMP)$(UNAME),Darwin)
@@ -57,7 +57,7 @@ C_FLAGS := -std=c11 $(WARN) -I. -fno-math-errno $(OPENMP_FLAGS)
 LIBS := -lcjson -lm -lpthread
 HEADERS := $(wildcard llmc/*.h)
 
-.PHONY: all demo test test-long test-hf bench-cpu deps found clean help train-demo test-run
+.PHONY: all demo test test-deps test-long test-hf bench-cpu deps found clean help train-demo test-run
 
 all: found train_moe_cpu
 
@@ -81,13 +81,24 @@ train-demo: all
 # ----------------------------------------------------------------------------
 # tests: dev/test/README.md says what each of them proves
 
-test: deps $(PYTHON)
+test: test-deps
 	@$(MAKE) --no-print-directory test-run
+
+# the test programs' Python packages, and where there is no CUDA Toolkit its headers and compiler
+test-deps:
+	@dev/deps.sh test
+	@$(MAKE) --no-print-directory $(PYTHON)
+	@command -v nvcc >/dev/null 2>&1 || [ -x /usr/local/cuda/bin/nvcc ] || $(MAKE) --no-print-directory $(BUILD)/cuda-wheels/done
+
+$(BUILD)/cuda-wheels/done: dev/requirements-cuda.txt $(PYTHON)
+	$(BUILD)/venv/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(BUILD)/cuda-wheels -r $<
+	@rm -f $(BUILD)/cuda-wheels/nvidia/*/lib/libcublas* $(BUILD)/cuda-wheels/nvidia/*/lib/libnccl* # only their headers are used
+	@touch $@
 
 test-run: all
 	@CC="$(CC)" PYTHON=$(PYTHON) OPENMP="$(OPENMP_FLAGS)" GEMM_FLAGS="$(GEMM_FLAGS)" GEMM_LIBS="$(GEMM_LIBS)" dev/test/run.sh $(ONLY)
 
-test-long: deps $(PYTHON) all
+test-long: test-deps all
 	@CC="$(CC)" PYTHON=$(PYTHON) OPENMP="$(OPENMP_FLAGS)" GEMM_FLAGS="$(GEMM_FLAGS)" GEMM_LIBS="$(GEMM_LIBS)" dev/test/run.sh --long $(ONLY)
 
 test-hf: all

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs what building and testing needs and this machine lacks: with apt where that can be done, else it says what to do.
-# Nothing is installed that is there already; a second run changes nothing.
+# deps.sh [test]: installs what building (and testing) needs and this machine lacks: with apt where that can be done, else it says what
+# to do. Nothing is installed that is there already; a second run changes nothing.
 set -u
 missing=""
 try() { # try PACKAGE 'C program' FLAGS: the package is missing if the program does not compile
@@ -10,11 +10,18 @@ have() { command -v "$1" >/dev/null 2>&1 || missing="$missing $2"; }
 
 have "${CC:-cc}" gcc
 have make make
-if ! python3 -c 'import venv, ensurepip' 2>/dev/null; then missing="$missing python3-venv"; fi
 if [ "$(uname -s)" = Linux ]; then
     try libc6-dev '#include <stdio.h>\nint main(void) { return 0; }\n' ''
     try libcjson-dev '#include <cjson/cJSON.h>\nint main(void) { return cJSON_Parse == 0; }\n' -lcjson
     try libdnnl-dev '#include <oneapi/dnnl/dnnl.h>\nint main(void) { return dnnl_sgemm == 0; }\n' -ldnnl
+fi
+if [ "${1:-}" = test ]; then # Python for the test programs; a C++ compiler, BLAS and MPI for the emulator's
+    if ! python3 -c 'import venv, ensurepip' 2>/dev/null; then missing="$missing python3-venv"; fi
+    have g++ g++
+    have clang++ clang
+    have gdb gdb
+    have mpicxx "libopenmpi-dev openmpi-bin"
+    try libopenblas-openmp-dev '#include <cblas.h>\nint main(void) { return cblas_sgemm == 0; }\n' -lopenblas
 fi
 if [ "$(uname -s)" = Darwin ]; then
     [ -n "$missing" ] && echo "missing:$missing"

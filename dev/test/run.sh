@@ -49,5 +49,6 @@ for file in dev/test/test_*.py; do
     report "$name" "$PYTHON" "$file"
     if grep -q TRAINER "$file"; then TRAINER=build/train_moe_cpu_asan report "${name}_sanitized" "$PYTHON" "$file"; fi
 done
+if [[ emulator == *"$only"* ]]; then report emulator dev/emu/test/run.sh; fi
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]
