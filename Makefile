@@ -3,7 +3,7 @@
 # make         builds train_moe_cpu and says what it found        make help   lists the rest
 
 CC ?= cc
-CFLAGS ?= -O3 -march=native
+CFLAGS ?= -O3 $(NATIVE)
 BUILD := build
 PYTHON := $(BUILD)/venv/bin/python
 
@@ -16,6 +16,7 @@ endif
 
 # these probes must not run where nothing is built
 ifneq ($(filter-out clean deps test-deps help $(PYTHON) $(BUILD)/cuda-wheels/done,$(or $(MAKECMDGOALS),all)),)
+NATIVE := $(firstword $(foreach flag,-march=native -mcpu=native,$(if $(call probe,int main(void) { return 0; },$(flag)),$(flag))))
 ifndef NO_OPENMP
   OPENMP := $(if $(call probe,int main(void) { return 0; },-fopenmp),-fopenmp)
   ifeq ($(OPENMP)$(UNAME),Darwin)

@@ -30,9 +30,7 @@ double, for finite differences. main is at the end, under #ifndef TESTING.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <tgmath.h>
-#include <time.h>
 #include <unistd.h>
 #ifdef _OPENMP
 #include <omp.h>

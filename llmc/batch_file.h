@@ -1,5 +1,5 @@
-// batch_file.h: one batch from a safetensors file (--batch), to overfit on, or to check a trainer against somebody else's
-// numbers: tokens and targets, where wanted also the documents and the experts of each token.
+// batch_file.h: one batch from a safetensors file (--batch), to overfit on, or to check a trainer against somebody
+// else's numbers: tokens and targets, where wanted also the documents and the experts of each token.
 #ifndef LLMC_BATCH_FILE_H
 #define LLMC_BATCH_FILE_H
 

@@ -282,10 +282,10 @@ static inline void checkpoint_prune(const char* out, const char* newest, int kee
 
 // Writes OUT/step_N/ (N = state->step): config.json, generation_config.json and model.safetensors for Hugging Face, its
 // weights in weights_dtype (ST_F32 or ST_BF16); trainer_state.safetensors with m.*, v.* and, with_master, master.* in
-// F32; trainer_state.json; checksums.json; tokenizer files: tokenizer_json is a path whose file and neighbours are copied,
-// CHECKPOINT_BYTE_TOKENIZER, or NULL for none. fetch is asked for every value. Then removes all but the `keep` newest
-// checkpoints (0: keeps all). On return everything is on the disk. Any failure is fatal and leaves the checkpoints that
-// were there as they were.
+// F32; trainer_state.json; checksums.json; tokenizer files: tokenizer_json is a path whose file and neighbours are
+// copied, CHECKPOINT_BYTE_TOKENIZER, or NULL for none. fetch is asked for every value. Then removes all but the `keep`
+// newest checkpoints (0: keeps all). On return everything is on the disk. Any failure is fatal and leaves the
+// checkpoints that were there as they were.
 static inline void checkpoint_save(const char* out, const MoEConfig* config, const ParamTable* table,
                                    const TrainerState* state, StDtype weights_dtype, bool with_master, ParamFetch fetch,
                                    void* ctx, const char* tokenizer_json, int keep) {

@@ -276,7 +276,8 @@ static inline double logger_eta(Logger* log, const StepMetrics* m) {
     return left * (now_us - log->start_us) * 1e-6 / (double)(m->step - log->start_step);
 }
 
-// Logs one finished step: in metrics.jsonl, and on stdout if it is to be shown (on a terminal the bar moves at every step).
+// Logs one finished step: in metrics.jsonl, and on stdout if it is to be shown (on a terminal the bar moves at every
+// step).
 static inline void logger_step(Logger* log, const StepMetrics* m, bool shown) {
     char line[400];
     double eta_seconds = logger_eta(log, m);

@@ -1,5 +1,6 @@
-// run.h: from the command line to a run that is ready: which model, which data, which tokenizer, what to resume. The same for
-// every trainer; all that can be wrong with files or options is found here, before memory is allocated or a step is made.
+// run.h: from the command line to a run that is ready: which model, which data, which tokenizer, what to resume. The
+// same for every trainer; all that can be wrong with files or options is found here, before memory is allocated or a
+// step is made.
 #ifndef LLMC_RUN_H
 #define LLMC_RUN_H
 
@@ -43,7 +44,8 @@ static inline void run_find_checkpoint(Run* run) {
     if (!options_given(opt, "seed")) { opt->seed = (int64_t)run->state.seed; }
 }
 
-// The model's sizes: a checkpoint's, a Hugging Face folder's, a file's or a preset's; then all options that depend on them.
+// The model's sizes: a checkpoint's, a Hugging Face folder's, a file's or a preset's; then all options that depend on
+// them.
 static inline void run_read_config(Run* run, int num_ranks) {
     Options* opt = &run->opt;
     char err[512];

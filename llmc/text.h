@@ -1,4 +1,5 @@
-// text.h: what goes into and comes out of a model that generates: the prompt as tokens, and tokens as text on a terminal.
+// text.h: what goes into and comes out of a model that generates: the prompt as tokens, and tokens as text on a
+// terminal.
 #ifndef LLMC_TEXT_H
 #define LLMC_TEXT_H
 
