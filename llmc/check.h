@@ -7,6 +7,7 @@
 #define _GNU_SOURCE // fsync, flock, mmap ... which -std=c11 hides otherwise
 #endif
 #include <errno.h>
+#include <fcntl.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -128,6 +129,10 @@ static inline char* str_format(const char* fmt, ...) {
 
 // ----------------------------------------------------------------------------
 // files: every result is looked at, also fclose's, where a full disk often shows first
+
+// A descriptor for reading, -1 as open() gives it. Opening a pipe that nobody writes to would wait for ever; so it is
+// opened at once, and found to be no regular file by whoever asked.
+static inline int open_to_read(const char* path) { return open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); }
 
 static inline FILE* fopen_check(const char* path, const char* mode, const char* file, int line) {
     FILE* fp = fopen(path, mode);

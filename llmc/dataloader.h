@@ -104,7 +104,7 @@ static inline int dataloader_eot_id(const DataLoader* l) { return l->eot_id; }
 
 // Maps a whole file for reading; an empty file gives NULL and size 0. Fatal if it cannot be read.
 static inline unsigned char* map_file(const char* path, size_t* size) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open_to_read(path);
     if (fd < 0) { fatal("cannot open %s: %s", path, strerror(errno)); }
     struct stat st;
     if (fstat(fd, &st) != 0) { fatal("cannot look at %s: %s", path, strerror(errno)); }

@@ -7,6 +7,7 @@
 #include <cjson/cJSON.h>
 #include <math.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #define JSON_MAX_INTEGER 9007199254740992.0 // 2^53: cJSON keeps numbers as doubles, above this they are no longer exact
 
@@ -95,8 +96,13 @@ static inline cJSON* json_parse(const char* text, size_t n, const char* where, c
 // Reads a whole JSON file of at most max_bytes. NULL and a reason (path included) in err if that fails.
 static inline cJSON* json_read_file(const char* path, size_t max_bytes, char* err, size_t err_size) {
     struct stat st;
-    FILE* fp = fopen(path, "rb");
-    if (fp == NULL) { fail_with(err, err_size, "cannot open %s: %s", path, strerror(errno)); return NULL; }
+    int fd = open_to_read(path);
+    FILE* fp = fd >= 0 ? fdopen(fd, "rb") : NULL;
+    if (fp == NULL) {
+        fail_with(err, err_size, "cannot open %s: %s", path, strerror(errno));
+        if (fd >= 0) { close(fd); }
+        return NULL;
+    }
     cJSON* tree = NULL;
     if (fstat(fileno(fp), &st) != 0 || !S_ISREG(st.st_mode)) {
         fail_with(err, err_size, "%s is not a regular file", path);

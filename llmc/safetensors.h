@@ -224,7 +224,7 @@ static inline bool st_parse_header(SafeTensors* st, const cJSON* header, size_t 
 static inline bool st_map(SafeTensors* st, const char* path, size_t* header_size, char* err, size_t err_size) {
     struct stat info;
     unsigned char raw[8];
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open_to_read(path);
     if (fd < 0) { return fail_with(err, err_size, "cannot open %s: %s", path, strerror(errno)); }
     bool ok = false;
     uint64_t n = 0;

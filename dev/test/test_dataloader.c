@@ -505,6 +505,9 @@ static void files_that_are_no_shards_are_refused_with_the_reason(void) {
     EXPECT_FATAL(open_and_close(options(path, 1, 4)), "--tokenize inline");
     EXPECT_FATAL(open_and_close(options(folder, 1, 4)), "is a folder");
     EXPECT_FATAL(open_and_close(options("/dev/null", 1, 4)), "not a regular file");
+    unlink(path);
+    if (mkfifo(path, 0600) != 0) { fatal("mkfifo: %s", strerror(errno)); } // nobody writes to it: no waiting
+    EXPECT_FATAL(open_and_close(options(path, 1, 4)), "not a regular file");
     EXPECT_FATAL(open_and_close(options("/nowhere/train_*.bin", 1, 4)), "no file matches '/nowhere/train_*.bin'");
     unlink(path);
     if (symlink("gone", path) != 0) { fatal("symlink: %s", strerror(errno)); }

@@ -326,6 +326,21 @@ static void what_is_no_file_is_refused(void) {
     free(path);
 }
 
+static void a_pipe_that_nobody_feeds_is_refused_at_once(void) {
+    SafeTensors st;
+    char err[1200] = "";
+    char* path = file_path("pipe");
+    if (mkfifo(path, 0600) != 0) { fatal("mkfifo: %s", strerror(errno)); }
+    alarm(30); // should it wait after all, this ends the test
+    CHECK(!st_open(&st, path, err, sizeof(err)));
+    CHECK_CONTAINS(err, "not a regular file");
+    CHECK(json_read_file(path, 1000, err, sizeof(err)) == NULL);
+    CHECK_CONTAINS(err, "not a regular file");
+    alarm(0);
+    unlink(path);
+    free(path);
+}
+
 static void deep_nesting_is_refused(void) {
     size_t n = 200000;
     char* header = (char*)mallocCheck(n + 1);
@@ -441,6 +456,7 @@ int main(int argc, char** argv) {
     RUN(headers_of_any_allowed_size_are_read);
     RUN(huge_header_claims_cost_no_memory);
     RUN(what_is_no_file_is_refused);
+    RUN(a_pipe_that_nobody_feeds_is_refused_at_once);
     RUN(deep_nesting_is_refused);
     RUN(tensors_beyond_4_gib_are_read);
     RUN(damaged_files_never_crash_the_reader);
