@@ -260,6 +260,11 @@ static Slot& find_slot(Warp& w, unsigned mask, const char* what, Done done, cons
     return *unused;
 }
 
+unsigned lanes_of_warp() {
+    int left = (int)(blockDim.x * blockDim.y * blockDim.z) - cur->warp * 32;
+    return left >= 32 ? 0xffffffffu : (1u << left) - 1;
+}
+
 void warp_op(unsigned mask, const char* what, void* arg, Done done, const char* f, int l) {
     Thread* t = this_thread();
     if (!t) fatal("%s outside of a kernel, at %s:%d", what, f, l);

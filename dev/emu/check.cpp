@@ -140,7 +140,7 @@ struct Acquired { std::vector<std::pair<std::shared_ptr<Log>, size_t>> logs; }; 
 struct Snapshot {                // what a thread knew when it fenced
     uint32_t op, block, clock, barrier_clock;
     int thread;
-    bool device_wide, has_row;
+    bool device_wide, has_row, unfenced;               // unfenced: a counter went up, with no fence before
     uint32_t row[32];
     std::shared_ptr<std::vector<uint32_t>> fences;
     std::shared_ptr<Acquired> own, of_block;
@@ -157,7 +157,7 @@ static std::unordered_map<uintptr_t, std::shared_ptr<Log>>& flags_seen() {
 void check_fence(bool device_wide) {
     Thread* t = this_thread();
     Block* b = worker->block;
-    auto s = std::make_shared<Snapshot>();
+    auto s = std::make_shared<Snapshot>();             // all zero
     s->op = now_op;
     s->block = (uint32_t)b->linear;
     s->thread = t->linear;
@@ -221,10 +221,27 @@ static void adopt_fences(Thread* t) {
     if (!t->fence_block) t->fence_block = s;
 }
 
+// `volatile` results behind a counter need their fence like others: volatile does not order them before the atomic.
+static bool volatile_data;                             // this kernel stores through volatile pointers in global memory
+static void count_unfenced(Thread* t, uintptr_t a) {
+    std::shared_ptr<Log>& log = flags_seen()[a];
+    if (!log) log = std::make_shared<Log>();
+    auto s = std::make_shared<Snapshot>();
+    s->op = now_op;
+    s->block = (uint32_t)worker->block->linear;
+    s->thread = t->linear;
+    s->clock = t->clock;
+    s->barrier_clock = worker->block->barrier_clock;
+    s->unfenced = true;
+    log->by_block[s->block].push_back(log->entries.size());
+    log->entries.push_back(s);
+}
+
 // A read-modify-write adds to what the flag tells; a plain store replaces it.
 static void set_flag(Thread* t, uintptr_t a, bool replaces) {
     if (replaces) flags_seen().erase(a);
     adopt_fences(t);
+    if (volatile_data && !replaces) count_unfenced(t, a);
     if (!t->fence_block) return;
     std::shared_ptr<Log>& log = flags_seen()[a];
     if (!log) log = std::make_shared<Log>();
@@ -238,6 +255,7 @@ static void set_flag(Thread* t, uintptr_t a, bool replaces) {
 static bool tells(const Acquired* known, const Record& r, bool other_block, int depth);
 
 static bool snapshot_covers(const Snapshot& s, const Record& r, bool other_block) {
+    if (s.unfenced) return false;
     if (s.op != r.op || s.block != r.block || (other_block && !s.device_wide)) return false;
     if (s.thread == r.thread && r.clock <= s.clock) return true;
     if (r.clock < s.barrier_clock) return true;        // a fence covers what a barrier brought before it
@@ -456,8 +474,30 @@ static bool tolerated(const Record& r, const Record& mine, bool shared) {
     return !lockstep || (r.flags | mine.flags) & (FENCED | POLLED);
 }
 
+// A volatile store, then a counter without a fence, which the reader has seen.
+static bool counted_unfenced(const Record& r, const Record& mine, const Actor& me) {
+    if (!(r.flags & mine.flags & VOLATILE) || !(r.flags & WRITTEN) || mine.flags & WRITTEN || r.op != mine.op ||
+        r.block == mine.block || !me.thread)
+        return false;
+    for (Acquired* known : {me.thread->acquired.get(), me.block->acquired.get()}) {
+        if (!known) continue;
+        for (auto& x : known->logs) {
+            auto it = x.first->by_block.find(r.block);
+            if (it == x.first->by_block.end()) continue;
+            for (size_t i : it->second) {
+                const Snapshot& s = *x.first->entries[i];
+                if (i < x.second && s.unfenced && s.op == r.op &&
+                    ((s.thread == r.thread && r.clock <= s.clock) || r.clock < s.barrier_clock))
+                    return true;
+            }
+        }
+    }
+    return false;
+}
+
 static inline bool clash(const Record& r, const Record& mine, const Actor& me, bool shared) {
-    return r.pc && !tolerated(r, mine, shared) && !ordered(r, me, shared);
+    return r.pc && (!tolerated(r, mine, shared) || (volatile_data && !shared && counted_unfenced(r, mine, me))) &&
+           !ordered(r, me, shared);
 }
 
 // Keeps a read among those a later write may conflict with. Two places: prefer different blocks, then different warps.
@@ -733,6 +773,7 @@ static void through_volatile(const void* p, size_t n, bool write, void* pc) {
         return;
     }
     if (!write) note_poll(p, pc);
+    else if (!region_of((uintptr_t)p)->shared) volatile_data = true;
     int flags = ATOMIC | VOLATILE | (t->fence_block ? FENCED : 0) | (!write && t->polls > 1 ? POLLED : 0);
     access((uintptr_t)p, n, flags | (write ? WRITTEN : READ), pc);
     if (write) set_flag(t, (uintptr_t)p, true);
@@ -786,6 +827,7 @@ void check_grid_begin(Grid& g) {
     now_op = g.op ? g.op->id : 0;
     now_op_issued = g.op ? g.op->host_time : host_time;
     flags_seen().clear();
+    volatile_data = false;
     count_launch_begin(g);
 }
 

@@ -114,12 +114,14 @@ void access16(const void* p, bool write, void* pc);    // a 16-byte access as on
 // ---- host <-> __device__ variables
 cudaError_t symbol_copy(const void* symbol, size_t symbol_size, size_t offset, const void* src, void* dst, size_t n,
                         cudaMemcpyKind kind, cudaStream_t stream, bool async, void* pc);
-template <class T> struct ShuffleArg { T v, r; int src; unsigned down; };
+template <class T> struct ShuffleArg { T v, r; int src; unsigned down, mask; };
 void copy_bits(void* to, const void* from, size_t n);      // memcpy that the checker does not see
 void absent_lane(const char* what, int lane, int src, unsigned mask);
 // A tree sum over the first 8 lanes, say, by __shfl_down_sync(0xff, v, 4) and so on: its upper lanes read absent ones,
-// but nobody uses what they get.
-inline bool unused_half(unsigned lanes, unsigned down) {
+// but nobody uses what they get. A mask that names lanes which have gone elsewhere is no such tree.
+unsigned lanes_of_warp();                              // those the block has, exited or not
+inline bool unused_half(unsigned lanes, unsigned down, unsigned mask) {
+    if (lanes != (mask & lanes_of_warp())) return false;
     bool first_lanes = (lanes & (lanes + 1)) == 0;
     unsigned n = (unsigned)__builtin_popcount(lanes);
     return down && first_lanes && (n & (n - 1)) == 0 && down <= n / 2;
@@ -131,7 +133,7 @@ template <class T> __attribute__((no_sanitize("thread"))) void shuffle_done(void
         if (arrived >> x->src & 1) {
             copy_bits(&x->r, &((ShuffleArg<T>*)args[x->src])->v, sizeof(T));
         } else {                                       // the value is undefined in CUDA: poison
-            if (!unused_half(arrived, x->down)) absent_lane("shuffle", l, x->src, arrived);
+            if (!unused_half(arrived, x->down, x->mask)) absent_lane("shuffle", l, x->src, arrived);
             __builtin_memset((void*)&x->r, 0xff, sizeof(T));
         }
     }
@@ -142,6 +144,7 @@ template <class T> inline __attribute__((no_sanitize("thread"))) T shuffle(unsig
     x.v = v;
     x.src = src & 31;
     x.down = down;
+    x.mask = mask;
     warp_op(mask, "shuffle", &x, shuffle_done<T>, f, l);
     return x.r;
 }

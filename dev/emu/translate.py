@@ -19,6 +19,7 @@ OPEN, CLOSE = "([{", ")]}"
 TOKEN = re.compile(
     r'"|\'|<<<|\n\#[^\n]*|\b__emu_(?:shared|global|device|constant|managed|launch_bounds)__\b|'
     r'\bextern\s+__emu_shared__\b')
+BRACE = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'|\n#[^\n]*|[{}]')
 ALIGN = re.compile(r"alignas\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)|__attribute__\s*\(\(\s*(?:__)?aligned(?:__)?\s*"
                    r"\(([^()]*(?:\([^()]*\)[^()]*)*)\)\s*\)\)")
 SECTIONS = {"device": "emu_device", "constant": "emu_constant", "managed": "emu_managed"}
@@ -133,6 +134,7 @@ class Translator:
         self.out = []
         self.kind = None                               # of the variable whose first qualifier was read
         self.bounds = None                             # __launch_bounds__ seen before its __global__
+        self.braces, self.scanned = [], 0              # braces open at position `scanned`
         self.globals = {}                              # file-scope shared variables: name -> expression
 
     def tail(self, n=4000):
@@ -192,8 +194,12 @@ class Translator:
         config = s[i + 3:close].replace("__null", "0") + "\n" * s[close:first].count("\n")
         last = find(s, first + 1, [")"])
         args = s[first + 1:last].replace("__null", "nullptr")
+        args = re.sub(r"\b__emu_device__\b", "", args)  # of a lambda: [=] __device__ (int i) { ... }
         label = re.sub(r"\s+", "", without_marks(name)).replace("\\", "").replace('"', "")
-        line = f'::emu::Launch("{label}", {config}).go([=](auto... emu_a) {{ {name}(emu_a...); }}'
+        capture, callee = "[=]", name
+        if re.search(r"->|[.\[]|^\s*\(\s*\*", name.split("<")[0]):      # an expression: evaluated now, not in the kernel
+            capture, callee = f"[emu_k = ({name})]", "emu_k"
+        line = f'::emu::Launch("{label}", {config}).go({capture}(auto... emu_a) {{ {callee}(emu_a...); }}'
         self.out.append(line + (", " + args if args.strip() else "") + ")")
         self.pos = last + 1
         return self.pos
@@ -237,6 +243,8 @@ class Translator:
         m = re.search(r"[(;={\[]|\boperator\b|\b__emu_(?:shared|device|constant|managed|global)__\b", rest)
         word = m.group() if m else "("
         is_type = re.match(r"\s*(?:struct|class|union|enum|template|typedef|using)\b", rest)
+        if is_type and word in (";", "=", "[", "{"):
+            is_type = not self.declares(rest, m.start())
         if word.startswith("__emu_") and kind != "device":     # __managed__ __device__ int x: the second word is the variable's
             self.kind = kind
         elif word[0] in ";=[{" and not is_type and not re.search(r"\bextern\s*$", self.tail(40)):
@@ -247,18 +255,36 @@ class Translator:
         return self.pos
 
     @staticmethod
+    def declares(rest, stop):
+        """`struct P { int a; } p;` and `struct P p;` are variables, for all their first word."""
+        if rest[stop] == "{":
+            stop = find(rest, stop + 1, ["}"]) + 1
+            return bool(re.match(r"\s*\**\s*\w", rest[stop:]))
+        return bool(re.match(r"\s*(?:struct|class|union|enum)\s+[\w:]+(?:\s*<.*>)?[\s*&]+\w+\s*$", rest[:stop], re.S))
+
+    @staticmethod
     def constant(declaration):
         """A const object lies in read-only memory, which cannot share a section with variables: it is not watched."""
         if re.search(r"\bconstexpr\b", declaration):
             return True
         return bool(re.search(r"\bconst\b", declaration.rsplit("*", 1)[-1]))
 
+    def at_file_scope(self, i):
+        """Is position i outside of every brace, but for those of namespaces?"""
+        for m in BRACE.finditer(self.s, self.scanned, i):
+            if m.group() == "{":
+                self.braces.append(m.start())
+            elif m.group() == "}" and self.braces:
+                self.braces.pop()
+        self.scanned = i
+        return all(re.search(r'(?:\bnamespace\b[\w:\s]*|\bextern\s*"C(?:\+\+)?"\s*)$', self.s[max(0, p - 200):p])
+                   for p in self.braces)
+
     def shared(self, i, end, is_extern):
         s = self.s
         self.copy_to(i)
         tail = self.tail(200)
-        file_scope = re.search(r"(^|\n)[ \t]*(static\s+|extern\s+)?$", tail) and \
-            re.search(r"(^|\n)(static\s+|extern\s+)?$", tail) and (i == 0 or s[i - 1] in "\n ")
+        file_scope = self.at_file_scope(i)
         m = re.search(r"\b(static|extern)\s+$", tail)
         if m:                                          # `static __shared__`: the storage class goes
             text = "".join(self.out)

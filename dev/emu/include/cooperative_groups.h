@@ -37,7 +37,9 @@ struct grid_group {
 };
 inline grid_group this_grid() { return {}; }
 
-template <unsigned N> struct thread_block_tile {
+template <unsigned N, class Parent = void> struct thread_block_tile {
+    thread_block_tile() {}
+    template <class P> thread_block_tile(thread_block_tile<N, P>) {}
     static_assert(N >= 1 && N <= 32 && (N & (N - 1)) == 0, "a tile has 1, 2, 4, 8, 16 or 32 threads");
     static unsigned thread_rank() { return (unsigned)::emu::cur->lane % N; }
     static unsigned meta_group_rank() { return (unsigned)::emu::cur->linear / N; }
@@ -59,8 +61,11 @@ template <unsigned N> struct thread_block_tile {
     static int any(int p, EMU_AT) { return __any_sync(mask(), p, f, l); }
     static int all(int p, EMU_AT) { return __all_sync(mask(), p, f, l); }
     template <class T> static unsigned match_any(T v, EMU_AT) { return shift(__match_any_sync(mask(), v, f, l)); }
+    template <class T> static unsigned match_all(T v, int& all, EMU_AT) {
+        return shift(__match_all_sync(mask(), v, &all, f, l));
+    }
 };
-template <unsigned N, class Group> inline thread_block_tile<N> tiled_partition(const Group&) { return {}; }
+template <unsigned N, class Group> inline thread_block_tile<N, Group> tiled_partition(const Group&) { return {}; }
 
 struct coalesced_group {
     unsigned lanes;
@@ -76,9 +81,50 @@ struct coalesced_group {
     template <class T> T shfl(T v, unsigned rank, EMU_AT) const {
         return __shfl_sync(lanes, v, lane_of(rank), 32, f, l);
     }
-    unsigned ballot(int p, EMU_AT) const { return __ballot_sync(lanes, p, f, l); }
+    // Ranks, not lanes: the group's neighbours need not be the warp's.
+    template <class T> T shfl_down(T v, unsigned d, EMU_AT) const {
+        unsigned n = thread_rank() + d;
+        return shfl(v, n < size() ? n : thread_rank(), f, l);
+    }
+    template <class T> T shfl_up(T v, unsigned d, EMU_AT) const {
+        return shfl(v, thread_rank() >= d ? thread_rank() - d : thread_rank(), f, l);
+    }
+    template <class T> T shfl_xor(T v, unsigned x, EMU_AT) const {
+        unsigned n = thread_rank() ^ x;
+        return shfl(v, n < size() ? n : thread_rank(), f, l);
+    }
+    unsigned ranks(unsigned votes) const {             // bits of lanes to bits of ranks
+        unsigned r = 0, at = 0;
+        for (int i = 0; i < 32; i++)
+            if (lanes >> i & 1) r |= (votes >> i & 1) << at++;
+        return r;
+    }
+    unsigned ballot(int p, EMU_AT) const { return ranks(__ballot_sync(lanes, p, f, l)); }
+    int any(int p, EMU_AT) const { return __any_sync(lanes, p, f, l); }
+    int all(int p, EMU_AT) const { return __all_sync(lanes, p, f, l); }
+    template <class T> unsigned match_any(T v, EMU_AT) const { return ranks(__match_any_sync(lanes, v, f, l)); }
 };
 inline coalesced_group coalesced_threads(EMU_AT) { return {__activemask(f, l)}; }
+
+// Any of the above, where the type does not tell.
+struct thread_group {
+    unsigned lanes;                                    // 0: the whole block
+    thread_group(thread_block) : lanes(0) {}
+    template <unsigned N, class P> thread_group(thread_block_tile<N, P> t) : lanes(t.mask()) {}
+    thread_group(coalesced_group g) : lanes(g.lanes) {}
+    unsigned size() const { return lanes ? (unsigned)__popc(lanes) : thread_block::size(); }
+    unsigned num_threads() const { return size(); }
+    unsigned thread_rank() const {
+        return lanes ? coalesced_group{lanes}.thread_rank() : thread_block::thread_rank();
+    }
+    void sync(EMU_AT) const {
+        if (lanes) ::emu::syncwarp(lanes, f, l);
+        else thread_block::sync(f, l);
+    }
+};
+inline thread_group tiled_partition(const thread_group&, unsigned n) {
+    return coalesced_group{n == 32 ? 0xffffffffu : ((1u << n) - 1) << ((unsigned)::emu::cur->lane / n * n)};
+}
 
 template <class T = void> struct plus { template <class A> A operator()(A a, A b) const { return a + b; } };
 template <class T = void> struct greater { template <class A> A operator()(A a, A b) const { return a > b ? a : b; } };

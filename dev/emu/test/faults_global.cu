@@ -51,6 +51,24 @@ static void last_block_no_fence_case(bool bad) { run_last_block(bad ? NO_FENCE :
 static void last_block_fence_before_case(bool bad) { run_last_block(bad ? FENCE_BEFORE : RIGHT); }
 static void last_block_block_fence_case(bool bad) { run_last_block(bad ? BLOCK_FENCE : RIGHT); }
 
+// The guide's own kernel has `volatile` partial sums, which is no fence.
+__global__ void last_block_volatile(float* out, volatile float* partial, unsigned* count, bool bad) {
+    __shared__ bool last;
+    if (threadIdx.x == 0) {
+        partial[blockIdx.x] = blockIdx.x;
+        if (!bad) __threadfence();
+        last = atomicInc(count, gridDim.x - 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!last) return;
+    float sum = 0;
+    for (int i = 0; i < gridDim.x; i++) sum += partial[i];                 // bad: volatile_no_fence
+    out[threadIdx.x] = sum;
+}
+static void volatile_no_fence_case(bool bad) {
+    last_block_volatile<<<8, 32>>>(device<float>(32), device<float>(8), zeros<unsigned>(1), bad);
+}
+
 // Here every thread stores, and one thread counts: the fence of the one must cover what the others wrote.
 template <int STYLE> __global__ void last_block_wide(float* out, float* data, unsigned* count) {
     __shared__ bool last;
@@ -310,6 +328,7 @@ static const Case table[] = {
     {"last_block_no_fence", "race", last_block_no_fence_case},
     {"last_block_fence_before", "race", last_block_fence_before_case},
     {"last_block_block_fence", "race", last_block_block_fence_case},
+    {"volatile_no_fence", "race", volatile_no_fence_case},
     {"fence_without_barrier", "race", fence_without_barrier_case},
     {"spin_lock", "race", spin_lock_case},
     {"lock_between_lanes", "race", lock_between_lanes_case},

@@ -39,6 +39,15 @@ __global__ void shuffle_in_branch(float* out, bool bad) {
 }
 static void shuffle_in_branch_case(bool bad) { shuffle_in_branch<<<1, 32>>>(device<float>(32), bad); }
 
+__global__ void tree_in_branch(float* out, bool bad) {   // the other lanes do not come, whatever they do afterwards
+    float v = threadIdx.x;
+    if (bad ? threadIdx.x < 8 : threadIdx.x < 32) {
+        for (int o = 4; o > 0; o /= 2) v += __shfl_down_sync(0xffffffff, v, o);   // bad: tree_in_branch
+        if (threadIdx.x == 0) *out = v;
+    }
+}
+static void tree_in_branch_case(bool bad) { tree_in_branch<<<1, 64>>>(device<float>(1), bad); }
+
 __global__ void outside_mask(float* out, bool bad) {
     float v = threadIdx.x;
     if (threadIdx.x < 16) v += __shfl_xor_sync(bad ? 0xff : 0xffff, v, 1); // bad: outside_mask
@@ -279,6 +288,7 @@ static const Case table[] = {
     {"uneven_loop", "divergent", uneven_loop_case},
     {"barrier_in_branch", "deadlock", barrier_in_branch_case},
     {"shuffle_in_branch", "deadlock", shuffle_in_branch_case},
+    {"tree_in_branch", "absent", tree_in_branch_case},
     {"outside_mask", "lane", outside_mask_case},
     {"partial_warp", "absent", partial_warp_case},
     {"few_lanes", "absent", few_lanes_case},

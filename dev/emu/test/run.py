@@ -84,10 +84,11 @@ def rewrite(text):
 
 def translator_launches():
     need('Launch("k<2,(3>2)>", g, b)' in rewrite("k<2, (3>2)><<<g, b>>>(x);"), "nested template arguments")
-    need("table[i](emu_a...)" in rewrite("table[i]<<<1, 2>>>();"), "an element of a table")
+    need("[emu_k = (table[i])]" in rewrite("table[i]<<<1, 2>>>();"), "an element of a table")
     need("ns::k<T> (emu_a...)" in rewrite("ns::k<T>\n<<<1,\n 2>>>\n(a,\n b);"), "over several lines")
+    need("[=] (int i)" in rewrite("k<<<1, 2>>>([=] __emu_device__ (int i) { });"), "a lambda as an argument")
     need("nullptr" in rewrite("k<<<1, 2>>>(__null);"), "NULL as an argument")
-    need("p->k(emu_a...)" in rewrite("p->k<<<1, 1>>>(1);"), "a member pointer")
+    need("[emu_k = (p->k)]" in rewrite("p->k<<<1, 1>>>(1);"), "a member pointer")
     need('"<<<1>>>("' in rewrite('f("<<<1>>>(");'), "inside a string")
     need('R"(k<<<1,1>>>())"' in rewrite('auto s = R"(k<<<1,1>>>())";'), "inside a raw string")
     plain = "int x = 1'000'000; char c = '<'; a <<= 2; b << c;"
@@ -107,6 +108,11 @@ def translator_declarations():
     need('section("emu_managed")' in rewrite("__emu_managed__ __emu_device__ int x;"), "two qualifiers")
     need("section" not in rewrite("__emu_constant__ const float x[2] = {1, 2};"), "a const object")
     need("section" in rewrite("__emu_device__ const float* x;"), "a pointer to const")
+    need("section" in rewrite("__emu_constant__ struct P p;")
+            and "section" in rewrite("__emu_device__ struct { int i; } s;"),
+            "a struct named or defined in front")
+    need("static ::emu::SharedVar" in rewrite("namespace n { __emu_shared__ int a; int f() { return a; } }")
+            and "&a" not in rewrite("namespace n { __emu_shared__ int a; }"), "shared memory in a namespace")
     need("section" not in rewrite("template <class T> __emu_device__ inline T f() { return T{}; }"),
             "a template function")
     bounded = rewrite("__emu_global__ void __emu_launch_bounds__(N / 2, 3) k(int n) { }")
