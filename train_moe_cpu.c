@@ -337,10 +337,14 @@ void gemm_naive(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const 
         for (size_t j = 0; j < N; j++) { c_i[j] = beta == 0 ? 0 : beta * c_i[j]; } // beta 0 may meet uninitialised NaNs
         if (trans_b) { // rows of b are columns of op(b): dot products
             for (size_t j = 0; j < N; j++) {
-                const real* b_j = b + j * ldb;
+                const real *a_i = a + (trans_a ? i : i * lda), *b_j = b + j * ldb;
                 real sum = 0;
-                #pragma omp simd reduction(+ : sum)
-                for (size_t k = 0; k < K; k++) { sum += (trans_a ? a[k * lda + i] : a[i * lda + k]) * b_j[k]; }
+                if (trans_a) {
+                    for (size_t k = 0; k < K; k++) { sum += a_i[k * lda] * b_j[k]; }
+                } else {
+                    #pragma omp simd reduction(+ : sum)
+                    for (size_t k = 0; k < K; k++) { sum += a_i[k] * b_j[k]; }
+                }
                 c_i[j] += sum;
             }
         } else {
@@ -415,10 +419,10 @@ void embedding_forward(real* out, const int* tokens, const real* embed_tokens, s
 }
 
 void embedding_backward(real* d_embed_tokens, const real* d_out, const int* tokens, size_t N, size_t C, size_t V,
-                        real beta) {
-    // d_embed_tokens[tokens[n],:] += d_out[n,:], after d_embed_tokens *= beta (0 or 1). A thread owns a range of the
-    // vocabulary and looks at every token, so that no two threads write one row and each row is summed in the order of
-    // n.
+                        int pad_token, real beta) {
+    // d_embed_tokens[tokens[n],:] += d_out[n,:] except for pad_token (-1: none), after d_embed_tokens *= beta (0 or 1).
+    // A thread owns a range of the vocabulary and looks at every token, so that no two threads write one row and each
+    // row is summed in the order of n.
     #pragma omp parallel
     {
         size_t threads = 1;
@@ -429,7 +433,7 @@ void embedding_backward(real* d_embed_tokens, const real* d_out, const int* toke
         if (beta == 0) { memset(d_embed_tokens + begin * C, 0, (end - begin) * C * sizeof(real)); }
         for (size_t n = 0; n < N; n++) {
             size_t token = (size_t)tokens[n];
-            if (token < begin || token >= end) { continue; }
+            if (token < begin || token >= end || tokens[n] == pad_token) { continue; }
             real* row = d_embed_tokens + token * C;
             for (size_t c = 0; c < C; c++) { row[c] += d_out[n * C + c]; }
         }
@@ -1546,7 +1550,8 @@ void model_backward(Model* model, const Microbatch* mb, real beta_weight) {
     }
     phase(model, PHASE_EMBEDDING, -1);
     bool tied = model->d_w.embed_tokens == model->d_w.lm_head; // then model_loss has written the other half already
-    embedding_backward(model->d_w.embed_tokens, acts->d_residual, mb->tokens, N, C, V, tied ? 1 : beta_weight);
+    embedding_backward(model->d_w.embed_tokens, acts->d_residual, mb->tokens, N, C, V, c->pad_token_id,
+                       tied ? 1 : beta_weight);
     phase(model, PHASE_OTHER, -1);
 }
 
@@ -2139,7 +2144,7 @@ int train(Trainer* t) {
     double flops = flops_per_token(c, &t->model.table, t->model.T) * (double)opt->tokens_per_step;
     signal(SIGINT, on_interrupt);
     if (opt->steps == 0 && opt->out) { trainer_save(t); } // no training: what was loaded, as a checkpoint
-    bool stop = false; // looked at once a step: a Ctrl-C during validation or a save still gets a last step that is saved
+    bool stop = false; // looked at once a step: after a Ctrl-C in validation or a save there is a last step, and it is saved
     while (t->step < opt->steps && !stop) {
         StepMetrics metrics;
         memset(&metrics, 0, sizeof(metrics));
@@ -2148,14 +2153,16 @@ int train(Trainer* t) {
         trainer_step(t, &metrics);
         metrics.step_ms = (profiler_clock_us() - begin) / 1e3; // of training alone: what follows has phases of its own
         stop = interrupted;
-        bool last = t->step == opt->steps || stop;
+        bool done = t->step == opt->steps;
+        if (opt->out && (done || stop || (opt->save_every > 0 && t->step % opt->save_every == 0))) { trainer_save(t); }
         metrics.val_loss = NAN;
         int64_t batches;
-        if (t->run.has_val && (last || (opt->val_every > 0 && t->step % opt->val_every == 0))) {
+        if (t->run.has_val && (done || (opt->val_every > 0 && t->step % opt->val_every == 0))) {
             metrics.val_loss = trainer_evaluate(t, &batches);
+            double peak = measure_gemm_peak(); // the first measurement may have met a busy machine
+            t->gemm_peak = peak > t->gemm_peak ? peak : t->gemm_peak;
         }
-        if (opt->sample_every > 0 && (last || t->step % opt->sample_every == 0)) { trainer_show_sample(t); }
-        if (opt->out && (last || (opt->save_every > 0 && t->step % opt->save_every == 0))) { trainer_save(t); }
+        if (opt->sample_every > 0 && (done || t->step % opt->sample_every == 0)) { trainer_show_sample(t); }
         profiler_step_end(&t->profiler);
 
         expert_load_summary(&t->model, expert_load, dead_experts);
@@ -2170,7 +2177,7 @@ int train(Trainer* t) {
         metrics.dead_experts = dead_experts;
         metrics.num_layers = c->num_hidden_layers;
         metrics.mem = resident_bytes();
-        bool shown = last || t->step == 1 || t->step % opt->log_every == 0 || isfinite(metrics.val_loss);
+        bool shown = done || stop || t->step == 1 || t->step % opt->log_every == 0 || isfinite(metrics.val_loss);
         logger_step(&t->logger, &metrics, shown);
     }
     free(expert_load);
@@ -2194,6 +2201,7 @@ void print_setup(const Trainer* t) {
            (double)t->model.table.num_parameters / 1e6, (double)t->model.table.num_active / 1e6);
     printf("machine    %d thread%s, matrix products by %s, %.1f GFLOP/s\n", num_threads(),
            num_threads() == 1 ? "" : "s", gemm_library(), t->gemm_peak / 1e9);
+    if (!t->run.opt.out) { printf("output     nothing will be saved: --out DIR keeps the model\n"); }
     if (t->run.resume) {
         printf("resumed    %s: step %lld, %llu tokens\n", t->run.resume, (long long)t->step,
                (unsigned long long)t->tokens);

@@ -487,7 +487,7 @@ static inline void options_help(FILE* file, int program) {
         size_t n = strlen(others);
         snprintf(others + n, sizeof(others) - n, " --%s", option_table[i].name);
     }
-    fprintf(file, "\nonly in %s\n", program_title(PROGRAM_BOTH - program));
+    fprintf(file, "\nonly in %s\n", program == PROGRAM_CPU ? "train_moe, the GPU trainer (being built)" : "train_moe_cpu");
     help_wrapped(file, others + 1, 0, 6);
 }
 
@@ -765,7 +765,7 @@ static inline cJSON* options_json(const Options* opt) {
 // files to write, other modes and speed belong to the command at hand.
 static inline bool option_belongs_to_run(const OptionRow* row) {
     const char* groups[] = {"data", "length", "optimiser", "balance", "numbers", "sampling"};
-    const char* names[] = {"save-every", "keep", "val-every", "val-steps", "sample-every", "tokenize"};
+    const char* names[] = {"log-every", "save-every", "keep", "val-every", "val-steps", "sample-every", "tokenize"};
     for (size_t i = 0; i < sizeof(groups) / sizeof(groups[0]); i++) {
         if (strcmp(row->group, groups[i]) == 0) { return true; }
     }

@@ -22,6 +22,7 @@ typedef struct {
     int num_mlp_only_layers;                 // ... and l is not in mlp_only_layers
     int mlp_only_layers[CONFIG_MAX_LAYERS];
     int bos_token_id, eos_token_id;          // -1: null
+    int pad_token_id;                        // -1: null; its row of the embedding gets no gradient (padding_idx of torch)
     bool norm_topk_prob, tie_word_embeddings, output_router_logits;
     double rope_theta, rms_norm_eps, initializer_range, router_aux_loss_coef;
 } MoEConfig;
@@ -44,6 +45,7 @@ static inline bool config_preset(MoEConfig* config, const char* name) {
     MoEConfig c;
     memset(&c, 0, sizeof(c));
     c.decoder_sparse_step = 1;
+    c.pad_token_id = -1;
     c.norm_topk_prob = true;
     c.output_router_logits = false; // true makes generate() of transformers 4.57 fail; the balance loss is on all the same (run.h)
     c.initializer_range = 0.02;
@@ -113,9 +115,9 @@ static inline bool config_check_floats(const MoEConfig* c, char* err, size_t err
 }
 
 static inline bool config_check_tokens(const MoEConfig* c, char* err, size_t err_size) {
-    const char* names[2] = {"bos_token_id", "eos_token_id"};
-    int ids[2] = {c->bos_token_id, c->eos_token_id};
-    for (int i = 0; i < 2; i++) {
+    const char* names[3] = {"bos_token_id", "eos_token_id", "pad_token_id"};
+    int ids[3] = {c->bos_token_id, c->eos_token_id, c->pad_token_id};
+    for (int i = 0; i < 3; i++) {
         if (ids[i] < -1 || ids[i] >= c->vocab_size) {
             return fail_with(err, err_size, "%s is %d, outside the vocabulary of %d tokens (null means none)", names[i],
                              ids[i], c->vocab_size);

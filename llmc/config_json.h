@@ -26,6 +26,7 @@ static const ConfigField config_fields[] = {
     CONFIG_FIELD(FIELD_INT,   decoder_sparse_step, "1"),
     CONFIG_FIELD(FIELD_TOKEN, bos_token_id, "-1"),
     CONFIG_FIELD(FIELD_TOKEN, eos_token_id, "-1"),
+    CONFIG_FIELD(FIELD_TOKEN, pad_token_id, "-1"),
     CONFIG_FIELD(FIELD_BOOL,  norm_topk_prob, "0"),
     CONFIG_FIELD(FIELD_BOOL,  tie_word_embeddings, "0"),
     CONFIG_FIELD(FIELD_BOOL,  output_router_logits, "0"),
@@ -39,7 +40,7 @@ static const ConfigField config_fields[] = {
 static const char* const config_special_fields[] = {
     "model_type", "architectures", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts",
     "mlp_only_layers", "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "dtype", "torch_dtype",
-    "hidden_act", "sliding_window", "use_sliding_window", "layer_types", "pad_token_id", NULL};
+    "hidden_act", "sliding_window", "use_sliding_window", "layer_types", NULL};
 
 // They change nothing that is computed here.
 static const char* const config_harmless_fields[] = {
@@ -310,9 +311,6 @@ static inline bool config_read(MoEConfig* config, const char* path, char* err, s
     bool ok = json != NULL;
     if (ok && !config_from_json(config, json, reason, sizeof(reason))) {
         ok = fail_with(err, err_size, "%s: %s", file, reason);
-    }
-    if (ok && config_get(json, "pad_token_id") != NULL) {
-        warn("%s: \"pad_token_id\" is set: Hugging Face freezes that row of the embedding, here it is trained", file);
     }
     cJSON_Delete(json);
     free(file);

@@ -304,8 +304,10 @@ static void embedding_backward_matches_finite_differences(void) {
     int tokens[6] = {3, 0, 3, 3, 6, 0};
     EmbeddingOp op = {poisoned_array(24), random_array(28, -1, 1), random_array(24, -1, 1), tokens, 6, 4};
     double* d_weight = poisoned_array(28);
-    embedding_backward(d_weight, op.d_out, tokens, 6, 4, 7, 0);
+    embedding_backward(d_weight, op.d_out, tokens, 6, 4, 7, -1, 0);
     check_gradient(embedding_objective, &op, op.weight, d_weight, 28, "d_embed_tokens");
+    embedding_backward(d_weight, op.d_out, tokens, 6, 4, 7, 3, 0); // the padding token's row stays as it is
+    for (int c = 0; c < 4; c++) { CHECK(d_weight[3 * 4 + c] == 0 && d_weight[6 * 4 + c] == op.d_out[4 * 4 + c]); }
     free(op.out); free(op.weight); free(op.d_out); free(d_weight);
 }
 
