@@ -134,6 +134,9 @@ class Translator:
         self.out = []
         self.kind = None                               # of the variable whose first qualifier was read
         self.bounds = None                             # __launch_bounds__ seen before its __global__
+        self.kernels = set()                           # every word before a parenthesis in a kernel's header
+        for header in re.findall(r"\b__emu_global__\b([^;{]*)", source):
+            self.kernels.update(re.findall(r"(\w+)\s*\(", header))
         self.braces, self.scanned = [], 0              # braces open at position `scanned`
         self.globals = {}                              # file-scope shared variables: name -> expression
 
@@ -197,7 +200,9 @@ class Translator:
         args = re.sub(r"\b__emu_device__\b", "", args)  # of a lambda: [=] __device__ (int i) { ... }
         label = re.sub(r"\s+", "", without_marks(name)).replace("\\", "").replace('"', "")
         capture, callee = "[=]", name
-        if re.search(r"->|[.\[]|^\s*\(\s*\*", name.split("<")[0]):      # an expression: evaluated now, not in the kernel
+        head = name.split("<")[0]
+        variable = "<" not in name and re.sub(r".*:", "", name).strip() not in self.kernels
+        if variable or re.search(r"->|[.\[]|^\s*\(\s*\*", head):   # evaluated now, not when the kernel runs
             capture, callee = f"[emu_k = ({name})]", "emu_k"
         line = f'::emu::Launch("{label}", {config}).go({capture}(auto... emu_a) {{ {callee}(emu_a...); }}'
         self.out.append(line + (", " + args if args.strip() else "") + ")")

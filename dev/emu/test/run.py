@@ -86,6 +86,9 @@ def translator_launches():
     need('Launch("k<2,(3>2)>", g, b)' in rewrite("k<2, (3>2)><<<g, b>>>(x);"), "nested template arguments")
     need("[emu_k = (table[i])]" in rewrite("table[i]<<<1, 2>>>();"), "an element of a table")
     need("ns::k<T> (emu_a...)" in rewrite("ns::k<T>\n<<<1,\n 2>>>\n(a,\n b);"), "over several lines")
+    need("[emu_k = (kern_)]" in rewrite("kern_<<<1, 2>>>();"), "a member or variable")
+    need("[=](auto" in rewrite("__emu_global__ void k(int i); void f() { k<<<1, 2>>>(3); }"),
+            "a kernel, perhaps a template")
     need("[=] (int i)" in rewrite("k<<<1, 2>>>([=] __emu_device__ (int i) { });"), "a lambda as an argument")
     need("nullptr" in rewrite("k<<<1, 2>>>(__null);"), "NULL as an argument")
     need("[emu_k = (p->k)]" in rewrite("p->k<<<1, 1>>>(1);"), "a member pointer")
