@@ -19,6 +19,8 @@ if [ "${1:-}" = test ]; then # Python for the test programs; a C++ compiler, BLA
     if ! python3 -c 'import venv, ensurepip' 2>/dev/null; then missing="$missing python3-venv"; fi
     have g++ g++
     have clang++ clang
+    printf '#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n' | clang -x c - -o /dev/null -fopenmp 2>/dev/null ||
+        missing="$missing libomp-dev"
     have gdb gdb
     have mpicxx "libopenmpi-dev openmpi-bin"
     try libopenblas-openmp-dev '#include <cblas.h>\nint main(void) { return cblas_sgemm == 0; }\n' -lopenblas
