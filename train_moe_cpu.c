@@ -2159,7 +2159,9 @@ int train(Trainer* t) {
         int64_t batches;
         if (t->run.has_val && (done || (opt->val_every > 0 && t->step % opt->val_every == 0))) {
             metrics.val_loss = trainer_evaluate(t, &batches);
+            profiler_hold(&t->profiler, PHASE_EVAL);
             double peak = measure_gemm_peak(); // the first measurement may have met a busy machine
+            profiler_release(&t->profiler);
             t->gemm_peak = peak > t->gemm_peak ? peak : t->gemm_peak;
         }
         if (opt->sample_every > 0 && (done || t->step % opt->sample_every == 0)) { trainer_show_sample(t); }
