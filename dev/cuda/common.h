@@ -1,0 +1,357 @@
+// common.h: what every file of dev/cuda shares: the device helpers of train_moe.cu (the same tokens: dev/test checks it), and for the
+// host: arrays on the device, comparison with the CPU reference, timing, measured peaks.
+#ifndef DEV_CUDA_COMMON_H
+#define DEV_CUDA_COMMON_H
+
+#include <algorithm>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <tgmath.h>
+#include <vector>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#ifndef EMU
+#include <cublasLt.h> // for the measured GEMM peak
+#endif
+#include "../../llmc/cuda_check.h"
+#include "../../llmc/ptx.cuh"
+
+typedef __nv_bfloat16 bf16;
+
+// ----------------------------------------------------------------------------
+// device helpers, as in train_moe.cu
+
+__host__ __device__ inline size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
+
+// sum and maximum over the 32 lanes of a warp; every lane gets the result
+__device__ inline float warp_sum(float x) {
+    for (int offset = 16; offset > 0; offset /= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }
+    return x;
+}
+__device__ inline float warp_max(float x) {
+    for (int offset = 16; offset > 0; offset /= 2) { x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset)); }
+    return x;
+}
+
+// sum over a block of whole warps, at most 1024 threads; every thread gets it. warp_sums: 32 floats of shared memory
+__device__ inline float block_sum(float x, float* warp_sums) {
+    x = warp_sum(x);
+    __syncthreads(); // all have read what an earlier call left in warp_sums
+    if (threadIdx.x % 32 == 0) { warp_sums[threadIdx.x / 32] = x; }
+    __syncthreads(); // the sums of all warps are there
+    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? warp_sums[threadIdx.x % 32] : 0.0f);
+}
+
+__device__ inline float round_bf16(float x) { return __bfloat162float(__float2bfloat16(x)); }
+
+// two floats as a pair of bf16, the first in the lower half: a register of an mma operand, four bytes of memory
+__device__ inline uint32_t pack2(float a, float b) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    uint32_t bits;
+    memcpy(&bits, &pair, sizeof(bits));
+    return bits;
+}
+
+// 8 bf16 as floats, 16-byte aligned
+__device__ inline void load8(float (&x)[8], const bf16* p) {
+    uint4 bits = load16(p);
+    uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        x[2 * i] = __uint_as_float(words[i] << 16);
+        x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+}
+__device__ inline void store8(bf16* p, const float (&x)[8]) {
+    store16(p, make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]), pack2(x[6], x[7])));
+}
+
+// ----------------------------------------------------------------------------
+// the CPU reference: cpu::rmsnorm_forward and so on are the functions of train_moe_cpu.c
+
+#define TESTING
+#include "../../llmc/batch_file.h"
+#include "../../llmc/config.h"
+#include "../../llmc/logger.h"
+#include "../../llmc/profiler.h"
+#include "../../llmc/rand.h"
+#include "../../llmc/run.h"
+#include "../../llmc/sampler.h"
+#include "../../llmc/schedule.h"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#include <limits.h>
+#include <signal.h>
+#include <unistd.h>
+#ifdef USE_CBLAS
+#include <cblas.h>
+#endif
+namespace cpu {
+#include "../../train_moe_cpu.c"
+}
+
+// ----------------------------------------------------------------------------
+// arrays
+
+// Random numbers in [-scale, scale], each exactly a bf16, so that both sides compute from the same inputs; the same for the same seed.
+inline std::vector<float> random_floats(size_t n, float scale, uint64_t seed) {
+    std::vector<float> x(n);
+    for (size_t i = 0; i < n; i++) {
+        uint64_t state = hash64(seed * 0x9E3779B97F4A7C15u + i);
+        x[i] = bf16_to_f32(f32_to_bf16((2 * rng_uniform(&state) - 1) * scale));
+    }
+    return x;
+}
+
+// An array on the device that frees itself. Fresh memory holds NaNs (0xff bytes), so that what a kernel forgot to write shows.
+template <class T> struct Device {
+    T* data = nullptr;
+    size_t count = 0;
+    explicit Device(size_t n) : count(n) {
+        cudaCheck(cudaMalloc((void**)&data, std::max<size_t>(n, 1) * sizeof(T)));
+        cudaCheck(cudaMemset(data, 0xff, n * sizeof(T)));
+    }
+    explicit Device(const std::vector<T>& host) : Device(host.size()) { set(host); }
+    Device(const Device&) = delete;
+    ~Device() { cudaFree(data); }
+    operator T*() const { return data; }
+    void set(const std::vector<T>& host) {
+        cudaCheck(cudaMemcpy(data, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    std::vector<T> get() const {
+        std::vector<T> host(count);
+        cudaCheck(cudaMemcpy(host.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost)); // waits for the kernels before it
+        return host;
+    }
+};
+
+inline std::vector<bf16> to_bf16(const std::vector<float>& x) {
+    std::vector<bf16> y(x.size());
+    for (size_t i = 0; i < x.size(); i++) { y[i] = __float2bfloat16(x[i]); }
+    return y;
+}
+inline std::vector<float> to_float(const std::vector<bf16>& x) {
+    std::vector<float> y(x.size());
+    for (size_t i = 0; i < x.size(); i++) { y[i] = __bfloat162float(x[i]); }
+    return y;
+}
+
+// ----------------------------------------------------------------------------
+// checks. Written so that a NaN fails.
+
+static int checks_passed = 0, checks_failed = 0;
+
+inline double rms(const std::vector<float>& x) {
+    double sum = 0;
+    for (float value : x) { sum += (double)value * value; }
+    return sqrt(sum / std::max<size_t>(x.size(), 1));
+}
+
+inline void check_result(bool ok, const char* what, const char* detail) {
+    if (ok) { checks_passed++; return; }
+    checks_failed++;
+    printf("FAIL %s: %s\n", what, detail);
+}
+
+// Each element within `ulps` bf16 steps of its own size plus `slack` times the rms of the reference. For a sum of K products of bf16
+// numbers in fp32 the defaults hold: rounding the result costs half a step, and the rms of the result is sqrt(K) times that of a product.
+inline void check_bf16(const char* what, const std::vector<float>& got, const std::vector<float>& want, double ulps = 1,
+                       double slack = 1.0 / 256) {
+    double typical = rms(want);
+    char detail[256];
+    for (size_t i = 0; i < want.size(); i++) {
+        double tolerance = ulps * fabs(want[i]) / 128 + slack * typical + 1e-30;
+        if (!(fabs((double)got[i] - want[i]) <= tolerance)) {
+            snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g (tolerance %.3g)", i, want.size(), got[i], want[i], tolerance);
+            return check_result(false, what, detail);
+        }
+    }
+    check_result(true, what, "");
+}
+inline void check_bf16(const char* what, const std::vector<bf16>& got, const std::vector<float>& want, double ulps = 1,
+                       double slack = 1.0 / 256) {
+    check_bf16(what, to_float(got), want, ulps, slack);
+}
+
+// fp32 results: within `relative` of the rms of the reference and of the element's own size
+inline void check_f32(const char* what, const std::vector<float>& got, const std::vector<float>& want, double relative = 1e-5) {
+    double typical = rms(want);
+    char detail[256];
+    for (size_t i = 0; i < want.size(); i++) {
+        double tolerance = relative * (fabs(want[i]) + typical) + 1e-30;
+        if (!(fabs((double)got[i] - want[i]) <= tolerance)) {
+            snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g (tolerance %.3g)", i, want.size(), got[i], want[i], tolerance);
+            return check_result(false, what, detail);
+        }
+    }
+    check_result(true, what, "");
+}
+
+// integers, and bits that must not differ
+template <class T> inline void check_equal(const char* what, const std::vector<T>& got, const std::vector<T>& want) {
+    char detail[256];
+    for (size_t i = 0; i < want.size(); i++) {
+        if (memcmp(&got[i], &want[i], sizeof(T)) == 0) { continue; }
+        snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g", i, want.size(), (double)got[i], (double)want[i]);
+        return check_result(false, what, detail);
+    }
+    check_result(true, what, "");
+}
+
+// ----------------------------------------------------------------------------
+// the harness: which kernels run, and what the exit code is. A main is
+//     dev_open(argc, argv, NUM_KERNELS);
+//     for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) { if (dev_runs(kernel)) { check(kernel); ... } }
+//     return dev_close();
+
+static int dev_only = 0; // 0: all kernels
+static bool dev_long_wanted = false;
+
+// ./op, ./op 3, ./op --long
+inline void dev_open(int argc, char** argv, int num_kernels) {
+    for (int i = 1; i < argc; i++) {
+        char* end;
+        long kernel = strtol(argv[i], &end, 10);
+        if (strcmp(argv[i], "--long") == 0) {
+            dev_long_wanted = true;
+        } else if (*argv[i] != '\0' && *end == '\0' && kernel >= 1 && kernel <= num_kernels) {
+            dev_only = (int)kernel;
+        } else {
+            fatal("'%s' is no argument of %s: give a kernel from 1 to %d, or none for all; --long for large shapes in the "
+                  "emulator, too", argv[i], argv[0], num_kernels);
+        }
+    }
+    cudaCheck(cudaSetDevice(0));
+}
+inline bool dev_runs(int kernel) { return dev_only == 0 || dev_only == kernel; }
+
+#ifdef EMU
+inline bool dev_long() { return dev_long_wanted; } // the shapes of smol-500m: on a GPU always, in the emulator with --long
+inline bool dev_benchmarks() { return false; }     // the emulator has no time to measure
+#else
+inline bool dev_long() { return true; }
+inline bool dev_benchmarks() { return true; }
+#endif
+
+inline int dev_close() {
+    cudaCheck(cudaDeviceSynchronize());
+    printf("%d passed, %d failed\n", checks_passed, checks_failed);
+    return checks_failed > 0;
+}
+
+// ----------------------------------------------------------------------------
+// timing: the median of many runs, none of which finds its data in the L2 cache, beside what this very card reaches when it
+// only copies (GB/s) or only multiplies (TFLOP/s, cuBLASLt). Nominal peaks are not used: no card holds them.
+
+// Milliseconds of launch() on the default stream.
+template <class Launch> double median_ms(Launch launch) {
+    int l2_bytes = 0;
+    cudaCheck(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, 0));
+    size_t flush_bytes = 2 * (size_t)l2_bytes + 1;
+    Device<unsigned char> flush(flush_bytes);
+    cudaEvent_t begin, end;
+    cudaCheck(cudaEventCreate(&begin));
+    cudaCheck(cudaEventCreate(&end));
+    std::vector<float> times;
+    double total = 0; // half a second of runs, at least 10 and at most 200
+    for (int run = -10; run < 10 || (run < 200 && total < 500); run++) {
+        cudaCheck(cudaMemsetAsync(flush, run & 1, flush_bytes, 0)); // also keeps the card busy while the launch is queued
+        cudaCheck(cudaEventRecord(begin, 0));
+        launch();
+        cudaCheck(cudaEventRecord(end, 0));
+        cudaCheck(cudaEventSynchronize(end));
+        if (run < 0) { continue; } // warm-up
+        float ms;
+        cudaCheck(cudaEventElapsedTime(&ms, begin, end));
+        times.push_back(ms);
+        total += ms;
+    }
+    cudaCheck(cudaEventDestroy(begin));
+    cudaCheck(cudaEventDestroy(end));
+    std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+    return times[times.size() / 2];
+}
+
+// GB/s of a large copy from device to device, read and written bytes counted
+inline double peak_bandwidth() {
+    static double peak = 0;
+    if (peak > 0) { return peak; }
+    size_t bytes = (size_t)512 << 20;
+    Device<unsigned char> from(bytes), to(bytes);
+    double ms = median_ms([&] { cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, 0)); });
+    return peak = 2.0 * (double)bytes / ms / 1e6;
+}
+
+#ifndef EMU
+inline void cublas_check(cublasStatus_t status, const char* call) {
+    if (status != CUBLAS_STATUS_SUCCESS) { fatal("%s failed with cuBLAS status %d", call, (int)status); }
+}
+
+// TFLOP/s of cuBLASLt's bf16 product of two 8192 x 8192 matrices, fp32 accumulation
+inline double peak_gemm() {
+    static double peak = 0;
+    if (peak > 0) { return peak; }
+    const size_t M = 8192, workspace_bytes = (size_t)32 << 20;
+    std::vector<bf16> values = to_bf16(random_floats(M * M, 1, 1)); // zeros would draw less power, and run faster
+    Device<bf16> a(values), b(values), c(M * M);
+    Device<unsigned char> workspace(workspace_bytes);
+    cublasLtHandle_t handle;
+    cublasLtMatmulDesc_t product;
+    cublasLtMatrixLayout_t square;
+    cublasLtMatmulPreference_t preference;
+    cublasLtMatmulHeuristicResult_t found;
+    cublasOperation_t transposed = CUBLAS_OP_T;
+    int num_found = 0;
+    cublas_check(cublasLtCreate(&handle), "cublasLtCreate");
+    cublas_check(cublasLtMatmulDescCreate(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F), "cublasLtMatmulDescCreate");
+    cublas_check(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof(transposed)),
+                 "cublasLtMatmulDescSetAttribute");
+    cublas_check(cublasLtMatrixLayoutCreate(&square, CUDA_R_16BF, M, M, M), "cublasLtMatrixLayoutCreate");
+    cublas_check(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
+    cublas_check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                      &workspace_bytes, sizeof(workspace_bytes)),
+                 "cublasLtMatmulPreferenceSetAttribute");
+    cublas_check(cublasLtMatmulAlgoGetHeuristic(handle, product, square, square, square, square, preference, 1, &found,
+                                                &num_found), "cublasLtMatmulAlgoGetHeuristic");
+    float one = 1, zero = 0;
+    double ms = median_ms([&] {
+        cublas_check(cublasLtMatmul(handle, product, &one, a.data, square, b.data, square, &zero, c.data, square, c.data,
+                                    square, &found.algo, workspace.data, workspace_bytes, 0), "cublasLtMatmul");
+    });
+    cublasLtMatmulPreferenceDestroy(preference);
+    cublasLtMatrixLayoutDestroy(square);
+    cublasLtMatmulDescDestroy(product);
+    cublasLtDestroy(handle);
+    return peak = 2.0 * (double)M * M * M / ms / 1e9;
+}
+#else
+inline double peak_gemm() { return 0; } // dev_benchmarks() is false here
+#endif
+
+// One line a measurement; dev/bench/bench_cuda.py reads it. bytes, flops: what the op must move and compute, 0: not of interest.
+template <class Launch> void bench_line(const char* kind, const char* name, double bytes, double flops, Launch launch) {
+    double ms = median_ms(launch);
+    printf("%s %s: %.4f ms", kind, name, ms);
+    if (bytes > 0) {
+        double rate = bytes / ms / 1e6;
+        printf(", %.0f GB/s = %.1f %% of copy %.0f", rate, 100 * rate / peak_bandwidth(), peak_bandwidth());
+    }
+    if (flops > 0) {
+        double rate = flops / ms / 1e9;
+        printf(", %.1f TFLOP/s = %.1f %% of GEMM %.0f", rate, 100 * rate / peak_gemm(), peak_gemm());
+    }
+    printf("\n");
+    fflush(stdout);
+}
+template <class Launch> void bench(const char* name, double bytes, double flops, Launch launch) {
+    bench_line("bench", name, bytes, flops, launch);
+}
+// the same work by NVIDIA's library, to be seen beside it
+template <class Launch> void bench_library(const char* name, double bytes, double flops, Launch launch) {
+    bench_line("library", name, bytes, flops, launch);
+}
+#endif
