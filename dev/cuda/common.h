@@ -1,5 +1,5 @@
-// common.h: what every file of dev/cuda shares: the device helpers of train_moe.cu (the same tokens: dev/test checks it), and for the
-// host: arrays on the device, comparison with the CPU reference, timing, measured peaks.
+// common.h: what every file of dev/cuda shares: the device helpers of train_moe.cu (the same tokens: dev/test checks
+// it), and for the host: arrays on the device, comparison with the CPU reference, timing, measured peaks.
 #ifndef DEV_CUDA_COMMON_H
 #define DEV_CUDA_COMMON_H
 
@@ -97,7 +97,8 @@ namespace cpu {
 // ----------------------------------------------------------------------------
 // arrays
 
-// Random numbers in [-scale, scale], each exactly a bf16, so that both sides compute from the same inputs; the same for the same seed.
+// Random numbers in [-scale, scale], each exactly a bf16, so that both sides compute from the same inputs; the same for
+// the same seed.
 inline std::vector<float> random_floats(size_t n, float scale, uint64_t seed) {
     std::vector<float> x(n);
     for (size_t i = 0; i < n; i++) {
@@ -107,7 +108,8 @@ inline std::vector<float> random_floats(size_t n, float scale, uint64_t seed) {
     return x;
 }
 
-// An array on the device that frees itself. Fresh memory holds NaNs (0xff bytes), so that what a kernel forgot to write shows.
+// An array on the device that frees itself. Fresh memory holds NaNs (0xff bytes), so that what a kernel forgot to write
+// shows.
 template <class T> struct Device {
     T* data = nullptr;
     size_t count = 0;
@@ -123,8 +125,8 @@ template <class T> struct Device {
         cudaCheck(cudaMemcpy(data, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
     }
     std::vector<T> get() const {
-        std::vector<T> host(count);
-        cudaCheck(cudaMemcpy(host.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost)); // waits for the kernels before it
+        std::vector<T> host(count); // the copy waits for the kernels before it
+        cudaCheck(cudaMemcpy(host.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost));
         return host;
     }
 };
@@ -156,17 +158,27 @@ inline void check_result(bool ok, const char* what, const char* detail) {
     checks_failed++;
     printf("FAIL %s: %s\n", what, detail);
 }
+inline bool same_length(const char* what, size_t got, size_t want) {
+    if (got == want) { return true; }
+    char detail[64];
+    snprintf(detail, sizeof(detail), "%zu elements, not %zu", got, want);
+    check_result(false, what, detail);
+    return false;
+}
 
-// Each element within `ulps` bf16 steps of its own size plus `slack` times the rms of the reference. For a sum of K products of bf16
-// numbers in fp32 the defaults hold: rounding the result costs half a step, and the rms of the result is sqrt(K) times that of a product.
+// Each element within `ulps` bf16 steps of its own size plus `slack` times the rms of the reference. For a sum of K
+// products of bf16 numbers in fp32 the defaults hold: rounding the result costs half a step, and the rms of the result
+// is sqrt(K) times that of a product.
 inline void check_bf16(const char* what, const std::vector<float>& got, const std::vector<float>& want, double ulps = 1,
                        double slack = 1.0 / 256) {
+    if (!same_length(what, got.size(), want.size())) { return; }
     double typical = rms(want);
     char detail[256];
     for (size_t i = 0; i < want.size(); i++) {
         double tolerance = ulps * fabs(want[i]) / 128 + slack * typical + 1e-30;
         if (!(fabs((double)got[i] - want[i]) <= tolerance)) {
-            snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g (tolerance %.3g)", i, want.size(), got[i], want[i], tolerance);
+            snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g (tolerance %.3g)", i, want.size(),
+                     got[i], want[i], tolerance);
             return check_result(false, what, detail);
         }
     }
@@ -178,13 +190,16 @@ inline void check_bf16(const char* what, const std::vector<bf16>& got, const std
 }
 
 // fp32 results: within `relative` of the rms of the reference and of the element's own size
-inline void check_f32(const char* what, const std::vector<float>& got, const std::vector<float>& want, double relative = 1e-5) {
+inline void check_f32(const char* what, const std::vector<float>& got, const std::vector<float>& want,
+                      double relative = 1e-5) {
+    if (!same_length(what, got.size(), want.size())) { return; }
     double typical = rms(want);
     char detail[256];
     for (size_t i = 0; i < want.size(); i++) {
         double tolerance = relative * (fabs(want[i]) + typical) + 1e-30;
         if (!(fabs((double)got[i] - want[i]) <= tolerance)) {
-            snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g (tolerance %.3g)", i, want.size(), got[i], want[i], tolerance);
+            snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g (tolerance %.3g)", i, want.size(),
+                     got[i], want[i], tolerance);
             return check_result(false, what, detail);
         }
     }
@@ -193,10 +208,12 @@ inline void check_f32(const char* what, const std::vector<float>& got, const std
 
 // integers, and bits that must not differ
 template <class T> inline void check_equal(const char* what, const std::vector<T>& got, const std::vector<T>& want) {
+    if (!same_length(what, got.size(), want.size())) { return; }
     char detail[256];
     for (size_t i = 0; i < want.size(); i++) {
         if (memcmp(&got[i], &want[i], sizeof(T)) == 0) { continue; }
-        snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g", i, want.size(), (double)got[i], (double)want[i]);
+        snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g", i, want.size(), (double)got[i],
+                 (double)want[i]);
         return check_result(false, what, detail);
     }
     check_result(true, what, "");
@@ -221,17 +238,18 @@ inline void dev_open(int argc, char** argv, int num_kernels) {
         } else if (*argv[i] != '\0' && *end == '\0' && kernel >= 1 && kernel <= num_kernels) {
             dev_only = (int)kernel;
         } else {
-            fatal("'%s' is no argument of %s: give a kernel from 1 to %d, or none for all; --long for large shapes in the "
-                  "emulator, too", argv[i], argv[0], num_kernels);
+            fatal("'%s' is no argument of %s: give a kernel from 1 to %d, or none for all; --long for large shapes in "
+                  "the emulator, too", argv[i], argv[0], num_kernels);
         }
     }
     cudaCheck(cudaSetDevice(0));
 }
 inline bool dev_runs(int kernel) { return dev_only == 0 || dev_only == kernel; }
 
+// whether to check the shapes of smol-500m: on a GPU always, in the emulator with --long
 #ifdef EMU
-inline bool dev_long() { return dev_long_wanted; } // the shapes of smol-500m: on a GPU always, in the emulator with --long
-inline bool dev_benchmarks() { return false; }     // the emulator has no time to measure
+inline bool dev_long() { return dev_long_wanted; }
+inline bool dev_benchmarks() { return false; } // the emulator has no time to measure
 #else
 inline bool dev_long() { return true; }
 inline bool dev_benchmarks() { return true; }
@@ -244,8 +262,8 @@ inline int dev_close() {
 }
 
 // ----------------------------------------------------------------------------
-// timing: the median of many runs, none of which finds its data in the L2 cache, beside what this very card reaches when it
-// only copies (GB/s) or only multiplies (TFLOP/s, cuBLASLt). Nominal peaks are not used: no card holds them.
+// timing: the median of many runs, none of which finds its data in the L2 cache, beside what this very card reaches
+// when it only copies (GB/s) or only multiplies (TFLOP/s, cuBLASLt). Nominal peaks are not used: no card holds them.
 
 // Milliseconds of launch() on the default stream.
 template <class Launch> double median_ms(Launch launch) {
@@ -259,7 +277,7 @@ template <class Launch> double median_ms(Launch launch) {
     std::vector<float> times;
     double total = 0; // half a second of runs, at least 10 and at most 200
     for (int run = -10; run < 10 || (run < 200 && total < 500); run++) {
-        cudaCheck(cudaMemsetAsync(flush, run & 1, flush_bytes, 0)); // also keeps the card busy while the launch is queued
+        cudaCheck(cudaMemsetAsync(flush, run & 1, flush_bytes, 0)); // the card is busy while the launch is queued
         cudaCheck(cudaEventRecord(begin, 0));
         launch();
         cudaCheck(cudaEventRecord(end, 0));
@@ -319,8 +337,9 @@ inline double peak_gemm() {
                                                 &num_found), "cublasLtMatmulAlgoGetHeuristic");
     float one = 1, zero = 0;
     double ms = median_ms([&] {
-        cublas_check(cublasLtMatmul(handle, product, &one, a.data, square, b.data, square, &zero, c.data, square, c.data,
-                                    square, &found.algo, workspace.data, workspace_bytes, 0), "cublasLtMatmul");
+        cublas_check(cublasLtMatmul(handle, product, &one, a.data, square, b.data, square, &zero, c.data, square,
+                                    c.data, square, &found.algo, workspace.data, workspace_bytes, 0),
+                     "cublasLtMatmul");
     });
     cublasLtMatmulPreferenceDestroy(preference);
     cublasLtMatrixLayoutDestroy(square);
@@ -332,7 +351,8 @@ inline double peak_gemm() {
 inline double peak_gemm() { return 0; } // dev_benchmarks() is false here
 #endif
 
-// One line a measurement; dev/bench/bench_cuda.py reads it. bytes, flops: what the op must move and compute, 0: not of interest.
+// One line a measurement; dev/bench/bench_cuda.py reads it. bytes, flops: what the op must move and compute, 0: not of
+// interest.
 template <class Launch> void bench_line(const char* kind, const char* name, double bytes, double flops, Launch launch) {
     double ms = median_ms(launch);
     printf("%s %s: %.4f ms", kind, name, ms);
