@@ -33,13 +33,18 @@ typedef struct {
     bool prefetch;              // a thread prepares the next batch while the caller computes; same batches
     int vocab_size;             // of the model: a larger token id is an error; 0: unknown
     int eot_id;                 // used where the shards name none; -1: unknown, then every row counts as one document
+    bool sort_tokens;           // a batch brings token_order; needs vocab_size
+    void* (*allocate)(size_t bytes); // where batches live, say in pinned memory; never returns NULL. NULL: malloc
+    void (*release)(void* memory);   // NULL: free
 } DataLoaderOptions;
 
 typedef struct {
-    const int* tokens;    // (B,T)
-    const int* targets;   // (B,T) the token that follows each
-    const int* doc_start; // (B,T) where t's document begins in its row: at the last EOT up to t, else 0
-    double wait_ms;       // how long the caller stood still for this batch
+    const int* tokens;      // (B,T)
+    const int* targets;     // (B,T) the token that follows each
+    const int* doc_start;   // (B,T) where t's document begins in its row: at the last EOT up to t, else 0
+    const int* token_order; // (B*T) sort_tokens of tokens; NULL unless the options ask for it
+    const int* all;         // (4,B*T) tokens, targets, doc_start, token_order in one piece: one copy brings them to a GPU
+    double wait_ms;         // how long the caller stood still for this batch
 } Batch;
 
 // One stream of tokens: a mapped shard, or all the text files together as one.
@@ -59,9 +64,11 @@ typedef struct {
 } Document;
 
 typedef struct {
+    int* all; // one allocation, the others point into it
     int* tokens;
     int* targets;
     int* doc_start;
+    int* token_order;
     uint64_t next_position; // where the loader stands once this batch is used
 } BatchBuffer;
 
@@ -84,6 +91,7 @@ typedef struct {
     uint64_t position;      // sequences consumed so far by all ranks, whole epochs included
     BatchBuffer buffers[2]; // one is the caller's, the other is being filled
     int current;
+    int* sort_scratch;      // (vocab_size)
     Batch batch;
 
     pthread_t thread;
@@ -392,6 +400,21 @@ static inline bool dataloader_fill_row(DataLoader* l, uint64_t sequence, int* x,
     return true;
 }
 
+// order (N) = the positions of tokens (N), sorted by token; equal tokens keep their order. So the positions of a token
+// are neighbours, and the gradient of its embedding is a sum over a piece of order. A counting sort; scratch is
+// (vocab_size).
+static inline void sort_tokens(int* order, const int* tokens, size_t N, int vocab_size, int* scratch) {
+    memset(scratch, 0, (size_t)vocab_size * sizeof(int));
+    for (size_t n = 0; n < N; n++) { scratch[tokens[n]]++; }
+    int before = 0; // how many tokens are smaller
+    for (int token = 0; token < vocab_size; token++) {
+        int count = scratch[token];
+        scratch[token] = before;
+        before += count;
+    }
+    for (size_t n = 0; n < N; n++) { order[scratch[tokens[n]]++] = (int)n; }
+}
+
 // The batch at `position` into buf; false with l->error set if the data is bad.
 static inline bool dataloader_fill(DataLoader* l, BatchBuffer* buf, uint64_t position) {
     size_t B = l->opt.B, T = l->opt.T;
@@ -401,6 +424,9 @@ static inline bool dataloader_fill(DataLoader* l, BatchBuffer* buf, uint64_t pos
         size_t row = b * T;
         bool ok = dataloader_fill_row(l, sequence, buf->tokens + row, buf->targets + row, buf->doc_start + row);
         if (!ok) { return false; }
+    }
+    if (l->opt.sort_tokens) {
+        sort_tokens(buf->token_order, buf->tokens, B * T, l->opt.vocab_size, l->sort_scratch);
     }
     buf->next_position = position + (uint64_t)B * (uint64_t)l->opt.num_ranks;
     return true;
@@ -485,6 +511,8 @@ static inline const Batch* dataloader_next(DataLoader* l) {
     l->batch.tokens = buf->tokens;
     l->batch.targets = buf->targets;
     l->batch.doc_start = buf->doc_start;
+    l->batch.token_order = l->opt.sort_tokens ? buf->token_order : NULL;
+    l->batch.all = buf->all;
     l->batch.wait_ms = dataloader_clock_ms() - begin;
     return &l->batch;
 }
@@ -506,12 +534,21 @@ static inline void dataloader_seek(DataLoader* l, uint64_t position) {
 // open and close
 
 static inline void dataloader_allocate(DataLoader* l) {
-    size_t bytes = mul_check(mul_check(l->opt.B, l->opt.T), sizeof(int));
+    size_t tokens = mul_check(l->opt.B, l->opt.T), bytes = mul_check(tokens, 4 * sizeof(int));
     for (int i = 0; i < 2; i++) {
-        l->buffers[i].tokens = (int*)mallocCheck(bytes);
-        l->buffers[i].targets = (int*)mallocCheck(bytes);
-        l->buffers[i].doc_start = (int*)mallocCheck(bytes);
+        BatchBuffer* buf = &l->buffers[i];
+        buf->all = (int*)(l->opt.allocate != NULL ? l->opt.allocate(bytes) : mallocCheck(bytes));
+        buf->tokens = buf->all;
+        buf->targets = buf->all + tokens;
+        buf->doc_start = buf->all + 2 * tokens;
+        buf->token_order = buf->all + 3 * tokens;
     }
+    if (!l->opt.sort_tokens) { return; }
+    if (l->opt.vocab_size <= 0 || tokens > INT_MAX) {
+        fatal("sorting tokens needs a vocabulary (it is %d) and at most %d tokens a batch (there are %zu)",
+              l->opt.vocab_size, INT_MAX, tokens);
+    }
+    l->sort_scratch = (int*)mallocCheck(mul_check((size_t)l->opt.vocab_size, sizeof(int)));
 }
 
 // Opens the data and starts the thread. Every mistake in options, names or files ends the program with one line that
@@ -568,10 +605,9 @@ static inline void dataloader_close(DataLoader* l) {
         pthread_cond_destroy(&l->changed);
     }
     for (int i = 0; i < 2; i++) {
-        free(l->buffers[i].tokens);
-        free(l->buffers[i].targets);
-        free(l->buffers[i].doc_start);
+        if (l->opt.release != NULL) { l->opt.release(l->buffers[i].all); } else { free(l->buffers[i].all); }
     }
+    free(l->sort_scratch);
     for (size_t i = 0; i < l->num_shards; i++) {
         if (l->shards[i].map != NULL) { munmap(l->shards[i].map, l->shards[i].map_size); }
         free(l->shards[i].path);

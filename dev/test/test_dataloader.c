@@ -295,6 +295,82 @@ static void validation_reads_in_file_order(void) {
 }
 
 // ----------------------------------------------------------------------------
+// for the GPU: tokens sorted, batches in memory of the caller's choice
+
+static void token_order_is_a_stable_sort(void) {
+    uint32_t tokens[601];
+    uint64_t rng = 5;
+    for (int i = 0; i < 601; i++) { tokens[i] = (uint32_t)(rng_next(&rng) % 7 * 3); } // 0, 3, ... 18
+    char* path = write_shard("sort.bin", tokens, 601, header_32(601, 19, -1));
+    for (int prefetch = 0; prefetch < 2; prefetch++) {
+        DataLoaderOptions o = options(path, 5, 12);
+        o.vocab_size = 19;
+        o.sort_tokens = true;
+        o.prefetch = prefetch == 1;
+        DataLoader l;
+        dataloader_open(&l, &o);
+        for (int s = 0; s < 25; s++) {
+            const Batch* batch = dataloader_next(&l);
+            int seen[60] = {0};
+            for (int i = 0; i < 60; i++) {
+                int at = batch->token_order[i];
+                if (!CHECK(at >= 0 && at < 60)) { continue; }
+                seen[at]++;
+                if (i == 0) { continue; }
+                int before = batch->token_order[i - 1];
+                CHECK(batch->tokens[before] < batch->tokens[at] ||
+                      (batch->tokens[before] == batch->tokens[at] && before < at));
+            }
+            for (int i = 0; i < 60; i++) { CHECK(seen[i] == 1); }
+        }
+        dataloader_close(&l);
+    }
+    DataLoaderOptions o = options(path, 5, 12);
+    o.vocab_size = 0;
+    o.sort_tokens = true;
+    EXPECT_FATAL(open_and_close(o), "sorting tokens needs a vocabulary");
+    free(path);
+}
+
+static int num_allocated, num_released;
+static size_t allocated_bytes;
+static void* count_allocate(size_t bytes) {
+    num_allocated++;
+    allocated_bytes = bytes;
+    return mallocCheck(bytes);
+}
+static void count_release(void* memory) {
+    num_released++;
+    free(memory);
+}
+
+static void batches_in_memory_of_the_callers_are_the_same(void) {
+    char* path = write_counting_shard("hook.bin", 1000, 0);
+    DataLoaderOptions o = options(path, 3, 8);
+    DataLoader a, b;
+    dataloader_open(&a, &o);
+    CHECK(dataloader_next(&a)->token_order == NULL);
+    dataloader_seek(&a, 0);
+    o.sort_tokens = o.prefetch = true;
+    o.allocate = count_allocate;
+    o.release = count_release;
+    dataloader_open(&b, &o);
+    CHECK(num_allocated == 2 && allocated_bytes == 4 * 24 * sizeof(int));
+    for (int s = 0; s < 100; s++) {
+        const Batch* x = dataloader_next(&a);
+        const Batch* y = dataloader_next(&b);
+        CHECK(memcmp(x->all, y->all, 3 * 24 * sizeof(int)) == 0);
+        CHECK(y->tokens == y->all && y->targets == y->all + 24);
+        CHECK(y->doc_start == y->all + 48 && y->token_order == y->all + 72);
+    }
+    dataloader_close(&a);
+    CHECK(num_released == 0);
+    dataloader_close(&b);
+    CHECK(num_released == 2 && num_allocated == 2);
+    free(path);
+}
+
+// ----------------------------------------------------------------------------
 // prefetch and resume
 
 static void prefetch_gives_the_batches_of_inline(void) {
@@ -675,6 +751,8 @@ int main(int argc, char** argv) {
     RUN(shuffling_leaves_no_trend_of_the_source_order);
     RUN(validation_reads_in_file_order);
     RUN(prefetch_gives_the_batches_of_inline);
+    RUN(token_order_is_a_stable_sort);
+    RUN(batches_in_memory_of_the_callers_are_the_same);
     RUN(a_batch_stays_as_it_is_until_the_next_call);
     RUN(resume_continues_with_the_very_next_batch);
     RUN(resume_with_other_ranks_or_batch_size_skips_and_repeats_nothing);
