@@ -11,8 +11,7 @@
 extern "C" void openblas_set_num_threads(int) __attribute__((weak));
 #define HAVE_CBLAS 1
 #endif
-#define PC __builtin_return_address(0)
-#define MAY_FAIL(name) if (failing(#name)) return CUBLAS_STATUS_EXECUTION_FAILED
+#define MAY_FAIL if (failing(__func__)) return CUBLAS_STATUS_EXECUTION_FAILED
 
 namespace emu {
 
@@ -155,19 +154,25 @@ static cublasStatus_t check(const char* call, void* pc, const Product& x) {
 }
 
 static cublasStatus_t issue(const char* call, void* pc, const Product& x, cudaStream_t stream) {
-    if (failing(call)) return CUBLAS_STATUS_EXECUTION_FAILED;
     cublasStatus_t s = check(call, pc, x);
     if (s != CUBLAS_STATUS_SUCCESS) return s;
     return enqueue(stream, call, pc, [x] { run(x); }) ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 }
 
-struct Handle { unsigned magic; cudaStream_t stream; cublasMath_t math; cublasPointerMode_t pointer_mode; };
+struct Handle { unsigned magic; cudaStream_t stream; };
 const unsigned ALIVE = 0xb1a5b1a5u;
 static Handle* handle(cublasHandle_t h, const char* call, void* pc) {
     auto* x = (Handle*)h;
     if (x && x->magic == ALIVE) return x;
     report("cuBLAS", pc, nullptr, "%s: the handle was never created, or was destroyed", call);
     return nullptr;
+}
+static Handle* new_handle() { return new Handle{ALIVE, nullptr}; }
+static cublasStatus_t destroy_handle(cublasHandle_t h, const char* call, void* pc) {
+    Handle* x = handle(h, call, pc);
+    if (!x) return CUBLAS_STATUS_NOT_INITIALIZED;
+    x->magic = 0;                                      // kept, so that a later use is recognised
+    return CUBLAS_STATUS_SUCCESS;
 }
 
 static Matrix matrix(const void* p, cudaDataType t, bool transposed, int rows, int cols, int ld, long long stride) {
@@ -267,39 +272,38 @@ using namespace emu;
 extern "C" {
 // ---------------------------------------------------------------- cuBLAS
 cublasStatus_t cublasCreate_v2(cublasHandle_t* h) {
-    MAY_FAIL(cublasCreate);
-    *h = (cublasHandle_t) new Handle{ALIVE, nullptr, CUBLAS_DEFAULT_MATH, CUBLAS_POINTER_MODE_HOST};
+    MAY_FAIL;
+    *h = (cublasHandle_t)new_handle();
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasDestroy_v2(cublasHandle_t h) {
-    MAY_FAIL(cublasDestroy);
-    Handle* x = handle(h, "cublasDestroy", PC);
-    if (!x) return CUBLAS_STATUS_NOT_INITIALIZED;
-    x->magic = 0;                                      // kept, so that a later use is recognised
-    return CUBLAS_STATUS_SUCCESS;
+    MAY_FAIL;
+    return destroy_handle(h, "cublasDestroy", PC);
 }
 cublasStatus_t cublasSetStream_v2(cublasHandle_t h, cudaStream_t s) {
-    MAY_FAIL(cublasSetStream);
+    MAY_FAIL;
     Handle* x = handle(h, "cublasSetStream", PC);
     if (!x) return CUBLAS_STATUS_NOT_INITIALIZED;
     x->stream = s;
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasGetStream_v2(cublasHandle_t h, cudaStream_t* s) {
+    MAY_FAIL;
     Handle* x = handle(h, "cublasGetStream", PC);
     if (!x) return CUBLAS_STATUS_NOT_INITIALIZED;
     *s = x->stream;
     return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasSetMathMode(cublasHandle_t h, cublasMath_t m) {
-    MAY_FAIL(cublasSetMathMode);
-    Handle* x = handle(h, "cublasSetMathMode", PC);
-    if (!x) return CUBLAS_STATUS_NOT_INITIALIZED;
-    x->math = m;
-    return CUBLAS_STATUS_SUCCESS;
+cublasStatus_t cublasSetMathMode(cublasHandle_t h, cublasMath_t) {
+    MAY_FAIL;
+    return handle(h, "cublasSetMathMode", PC) ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_INITIALIZED;
 }
-cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t, void*, size_t) { return CUBLAS_STATUS_SUCCESS; }
+cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t h, void*, size_t) {
+    MAY_FAIL;
+    return handle(h, "cublasSetWorkspace", PC) ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_INITIALIZED;
+}
 cublasStatus_t cublasGetVersion_v2(cublasHandle_t, int* v) {
+    MAY_FAIL;
     *v = CUBLAS_VERSION;
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -321,6 +325,7 @@ cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperation_t ta
                                           long long sa, const void* B, cudaDataType Bt, int ldb, long long sb,
                                           const void* beta, void* C, cudaDataType Ct, int ldc, long long sc, int batch,
                                           cublasComputeType_t compute, cublasGemmAlgo_t) {
+    MAY_FAIL;
     return gemm("cublasGemmStridedBatchedEx", PC, h, {ta, tb, m, n, k, alpha, beta}, matrix(A, At, ta, m, k, lda, sa),
                 matrix(B, Bt, tb, k, n, ldb, sb), matrix(C, Ct, false, m, n, ldc, sc), batch, compute);
 }
@@ -328,12 +333,14 @@ cublasStatus_t cublasGemmEx(cublasHandle_t h, cublasOperation_t ta, cublasOperat
                             const void* alpha, const void* A, cudaDataType At, int lda, const void* B, cudaDataType Bt,
                             int ldb, const void* beta, void* C, cudaDataType Ct, int ldc, cublasComputeType_t compute,
                             cublasGemmAlgo_t) {
+    MAY_FAIL;
     return gemm("cublasGemmEx", PC, h, {ta, tb, m, n, k, alpha, beta}, matrix(A, At, ta, m, k, lda, 0),
                 matrix(B, Bt, tb, k, n, ldb, 0), matrix(C, Ct, false, m, n, ldc, 0), 1, compute);
 }
 cublasStatus_t cublasSgemm_v2(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k,
                               const float* alpha, const float* A, int lda, const float* B, int ldb, const float* beta,
                               float* C, int ldc) {
+    MAY_FAIL;
     return gemm("cublasSgemm", PC, h, {ta, tb, m, n, k, alpha, beta}, matrix(A, CUDA_R_32F, ta, m, k, lda, 0),
                 matrix(B, CUDA_R_32F, tb, k, n, ldb, 0), matrix(C, CUDA_R_32F, false, m, n, ldc, 0), 1,
                 CUBLAS_COMPUTE_32F);
@@ -342,12 +349,14 @@ cublasStatus_t cublasSgemmStridedBatched(cublasHandle_t h, cublasOperation_t ta,
                                          int k, const float* alpha, const float* A, int lda, long long sa,
                                          const float* B, int ldb, long long sb, const float* beta, float* C, int ldc,
                                          long long sc, int batch) {
+    MAY_FAIL;
     return gemm("cublasSgemmStridedBatched", PC, h, {ta, tb, m, n, k, alpha, beta},
                 matrix(A, CUDA_R_32F, ta, m, k, lda, sa), matrix(B, CUDA_R_32F, tb, k, n, ldb, sb),
                 matrix(C, CUDA_R_32F, false, m, n, ldc, sc), batch, CUBLAS_COMPUTE_32F);
 }
 cublasStatus_t cublasSgemv_v2(cublasHandle_t h, cublasOperation_t ta, int m, int n, const float* alpha, const float* A,
                               int lda, const float* x, int incx, const float* beta, float* y, int incy) {
+    MAY_FAIL;
     if (incx != 1 || incy != 1) return wrong("cublasSgemv", PC, "increments other than 1 are not emulated");
     int rows = ta ? n : m, k = ta ? m : n;
     return gemm("cublasSgemv", PC, h, {ta, CUBLAS_OP_N, rows, 1, k, alpha, beta},
@@ -357,12 +366,16 @@ cublasStatus_t cublasSgemv_v2(cublasHandle_t h, cublasOperation_t ta, int m, int
 
 // ---------------------------------------------------------------- cuBLASLt
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* h) {
-    MAY_FAIL(cublasLtCreate);
-    return cublasCreate_v2((cublasHandle_t*)h);
+    MAY_FAIL;
+    *h = (cublasLtHandle_t) new_handle();
+    return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasLtDestroy(cublasLtHandle_t h) { return cublasDestroy_v2((cublasHandle_t)h); }
+cublasStatus_t cublasLtDestroy(cublasLtHandle_t h) {
+    MAY_FAIL;
+    return destroy_handle((cublasHandle_t)h, "cublasLtDestroy", PC);
+}
 cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* d, cublasComputeType_t compute, cudaDataType scale) {
-    MAY_FAIL(cublasLtMatmulDescCreate);
+    MAY_FAIL;
     if (!known_compute(compute) || scale != CUDA_R_32F)
         return wrong("cublasLtMatmulDescCreate", PC, "only 32F compute and scale types are emulated");
     *d = (cublasLtMatmulDesc_t) new LtDesc{
@@ -372,14 +385,15 @@ cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* d, cublasComputeTy
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) {
+    MAY_FAIL;
     if (!alive((LtDesc*)d, "cublasLtMatmulDescDestroy", PC)) return CUBLAS_STATUS_INVALID_VALUE;
     ((LtDesc*)d)->magic = 0;
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t h, cublasLtMatmulDescAttributes_t a, const void* v,
                                               size_t n) {
+    MAY_FAIL;
     const char* call = "cublasLtMatmulDescSetAttribute";
-    MAY_FAIL(cublasLtMatmulDescSetAttribute);
     auto* d = (LtDesc*)h;
     if (!alive(d, call, PC)) return CUBLAS_STATUS_INVALID_VALUE;
     switch (a) {
@@ -397,19 +411,20 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t h, cublasLtMa
 }
 cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* l, cudaDataType type, uint64_t rows, uint64_t cols,
                                           int64_t ld) {
-    MAY_FAIL(cublasLtMatrixLayoutCreate);
+    MAY_FAIL;
     *l = (cublasLtMatrixLayout_t) new LtLayout{ALIVE, type, rows, cols, ld, 1, 0, CUBLASLT_ORDER_COL};
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t l) {
+    MAY_FAIL;
     if (!alive((LtLayout*)l, "cublasLtMatrixLayoutDestroy", PC)) return CUBLAS_STATUS_INVALID_VALUE;
     ((LtLayout*)l)->magic = 0;
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t h, cublasLtMatrixLayoutAttribute_t a,
                                                 const void* v, size_t n) {
+    MAY_FAIL;
     const char* call = "cublasLtMatrixLayoutSetAttribute";
-    MAY_FAIL(cublasLtMatrixLayoutSetAttribute);
     auto* l = (LtLayout*)h;
     if (!alive(l, call, PC)) return CUBLAS_STATUS_INVALID_VALUE;
     switch (a) {
@@ -423,17 +438,19 @@ cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t h, cublas
     }
 }
 cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* p) {
-    MAY_FAIL(cublasLtMatmulPreferenceCreate);
+    MAY_FAIL;
     *p = (cublasLtMatmulPreference_t) new LtPreference{ALIVE, 0};
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t p) {
+    MAY_FAIL;
     if (!alive((LtPreference*)p, "cublasLtMatmulPreferenceDestroy", PC)) return CUBLAS_STATUS_INVALID_VALUE;
     ((LtPreference*)p)->magic = 0;
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p,
                                                     cublasLtMatmulPreferenceAttributes_t a, const void* v, size_t n) {
+    MAY_FAIL;
     const char* call = "cublasLtMatmulPreferenceSetAttribute";
     if (!alive((LtPreference*)p, call, PC)) return CUBLAS_STATUS_INVALID_VALUE;
     if (a == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES)
@@ -444,8 +461,8 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
                                               cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c,
                                               cublasLtMatrixLayout_t o, cublasLtMatmulPreference_t, int wanted,
                                               cublasLtMatmulHeuristicResult_t* results, int* found) {
+    MAY_FAIL;
     const char* call = "cublasLtMatmulAlgoGetHeuristic";
-    MAY_FAIL(cublasLtMatmulAlgoGetHeuristic);
     if (!alive((LtDesc*)d, call, PC) || !alive((LtLayout*)a, call, PC) || !alive((LtLayout*)b, call, PC) ||
         !alive((LtLayout*)c, call, PC) || !alive((LtLayout*)o, call, PC))
         return CUBLAS_STATUS_INVALID_VALUE;
@@ -460,6 +477,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t h, cublasLtMatmulDesc_t hd, const
                               const void* C, cublasLtMatrixLayout_t hc, void* D, cublasLtMatrixLayout_t ho,
                               const cublasLtMatmulAlgo_t*, void* workspace, size_t workspace_size,
                               cudaStream_t stream) {
+    MAY_FAIL;
     const char* call = "cublasLtMatmul";
     auto *d = (LtDesc*)hd;
     auto *a = (LtLayout*)ha, *b = (LtLayout*)hb, *c = (LtLayout*)hc, *o = (LtLayout*)ho;

@@ -54,6 +54,13 @@ struct Thread;                                         // the scheduler's part: 
 struct ThreadId { uint3 tid; int lane, warp, linear; };
 extern __thread ThreadId* cur;                         // the CUDA thread that runs now; null in host code
 
+// ---- errors
+bool failing(const char* function);                    // EMU_FAIL=cudaMalloc:7 asks for this call to fail
+cudaError_t set_error(cudaError_t e);                  // also remembers it for cudaGetLastError
+cudaError_t error_so_far();
+// The first line of every function of the runtime API.
+#define EMU_MAY_FAIL(error) if (emu::failing(__func__)) return emu::set_error(error)
+
 // ---- kernels and launches
 struct Kernel {  // one instance of a kernel: translate.py puts a static one into each
     int max_threads;                                   // __launch_bounds__, 0 if none
@@ -112,8 +119,8 @@ void cp_wait(int groups_in_flight);                    // < 0: all, committed or
 void access16(const void* p, bool write, void* pc);    // a 16-byte access as one
 
 // ---- host <-> __device__ variables
-cudaError_t symbol_copy(const void* symbol, size_t symbol_size, size_t offset, const void* src, void* dst, size_t n,
-                        cudaMemcpyKind kind, cudaStream_t stream, bool async, void* pc);
+cudaError_t symbol_copy(const char* call, const void* symbol, size_t symbol_size, size_t offset, const void* src,
+                        void* dst, size_t n, cudaMemcpyKind kind, cudaStream_t stream, bool async, void* pc);
 template <class T> struct ShuffleArg { T v, r; int src; unsigned down, mask; };
 void copy_bits(void* to, const void* from, size_t n);      // memcpy that the checker does not see
 void absent_lane(const char* what, int lane, int src, unsigned mask);

@@ -3,7 +3,9 @@
 template <class F> inline cudaError_t cudaFuncSetAttribute(F* f, cudaFuncAttribute a, int v) {
     return ::cudaFuncSetAttribute((const void*)f, a, v);
 }
-template <class F> inline cudaError_t cudaFuncSetCacheConfig(F*, cudaFuncCache) { return cudaSuccess; }
+template <class F> inline cudaError_t cudaFuncSetCacheConfig(F* f, cudaFuncCache c) {
+    return ::cudaFuncSetCacheConfig((const void*)f, c);
+}
 template <class F> inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, F* f) {
     return ::cudaFuncGetAttributes(a, (const void*)f);
 }
@@ -13,28 +15,39 @@ inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, F* f, i
 }
 template <class F>
 inline cudaError_t cudaOccupancyMaxPotentialBlockSize(int* grid, int* block, F*, size_t = 0, int limit = 0) {
+    EMU_MAY_FAIL(cudaErrorUnknown);
     *block = limit ? limit : 256;
     *grid = 132 * 4;
     return cudaSuccess;
 }
 template <class T> EMU_HOOK cudaError_t cudaMemcpyToSymbol(const T& v, const void* src, size_t n, size_t offset = 0,
                                                            cudaMemcpyKind k = cudaMemcpyHostToDevice) {
-    return emu::symbol_copy(&v, sizeof(T), offset, src, nullptr, n, k, nullptr, false, EMU_PC);
+    EMU_MAY_FAIL(cudaErrorUnknown);
+    return emu::symbol_copy(__func__, &v, sizeof(T), offset, src, nullptr, n, k, nullptr, false, EMU_PC);
 }
 template <class T> EMU_HOOK cudaError_t cudaMemcpyFromSymbol(void* dst, const T& v, size_t n, size_t offset = 0,
                                                              cudaMemcpyKind k = cudaMemcpyDeviceToHost) {
-    return emu::symbol_copy(&v, sizeof(T), offset, nullptr, dst, n, k, nullptr, false, EMU_PC);
+    EMU_MAY_FAIL(cudaErrorUnknown);
+    return emu::symbol_copy(__func__, &v, sizeof(T), offset, nullptr, dst, n, k, nullptr, false, EMU_PC);
 }
 template <class T> EMU_HOOK cudaError_t cudaMemcpyToSymbolAsync(const T& v, const void* src, size_t n, size_t offset,
                                                                 cudaMemcpyKind k, cudaStream_t s = nullptr) {
-    return emu::symbol_copy(&v, sizeof(T), offset, src, nullptr, n, k, s, true, EMU_PC);
+    EMU_MAY_FAIL(cudaErrorUnknown);
+    return emu::symbol_copy(__func__, &v, sizeof(T), offset, src, nullptr, n, k, s, true, EMU_PC);
 }
 template <class T> EMU_HOOK cudaError_t cudaMemcpyFromSymbolAsync(void* dst, const T& v, size_t n, size_t offset,
                                                                   cudaMemcpyKind k, cudaStream_t s = nullptr) {
-    return emu::symbol_copy(&v, sizeof(T), offset, nullptr, dst, n, k, s, true, EMU_PC);
+    EMU_MAY_FAIL(cudaErrorUnknown);
+    return emu::symbol_copy(__func__, &v, sizeof(T), offset, nullptr, dst, n, k, s, true, EMU_PC);
 }
-template <class T> inline cudaError_t cudaGetSymbolAddress(void** p, const T& v) { *p = (void*)&v; return cudaSuccess; }
-template <class T> inline cudaError_t cudaGetSymbolSize(size_t* n, const T&) { *n = sizeof(T); return cudaSuccess; }
+template <class T> inline cudaError_t cudaGetSymbolAddress(void** p, const T& v) {
+    return ::cudaGetSymbolAddress(p, (const void*)&v);
+}
+template <class T> inline cudaError_t cudaGetSymbolSize(size_t* n, const T&) {
+    EMU_MAY_FAIL(cudaErrorUnknown);
+    *n = sizeof(T);
+    return cudaSuccess;
+}
 namespace emu {
 template <class... A, size_t... I>
 inline void launch_array(Launch l, void (*k)(A...), void** args, std::index_sequence<I...>) {
@@ -46,10 +59,11 @@ template <class... A> inline cudaError_t cudaLaunchKernel(void (*k)(A...), dim3 
                                                           size_t smem = 0, cudaStream_t s = nullptr, EMU_AT) {
     emu::launch_array(emu::Launch("cudaLaunchKernel", grid, block, smem, s, f, l), k, args,
                       std::index_sequence_for<A...>());
-    return cudaPeekAtLastError();
+    return emu::error_so_far();
 }
 template <class... A>
 inline cudaError_t cudaLaunchCooperativeKernel(void (*k)(A...), dim3 grid, dim3 block, void** args, size_t smem = 0,
                                                cudaStream_t s = nullptr, EMU_AT) {
+    EMU_MAY_FAIL(cudaErrorUnknown);
     return cudaLaunchKernel(k, grid, block, args, smem, s, f, l);
 }

@@ -12,6 +12,7 @@
 #include "fiber.h"
 #undef threadIdx
 #undef __syncthreads
+#define PC __builtin_return_address(0)                    // the line of the user's program that called
 
 namespace emu {
 
@@ -49,7 +50,6 @@ std::string block_name(long linear, dim3 grid);
 [[noreturn]] void fatal(const char* format, ...)
     __attribute__((format(printf, 1, 2)));    // the emulator cannot go on: exit code 1
 void watch_thread();  // this thread runs kernels: the watchdog and the fault handler know it
-bool failing(const char* function);                    // EMU_FAIL=cudaMalloc:7 asks for this call to fail
 
 // ---------------------------------------------------------------- threads, warps, blocks
 struct Snapshot;                                       // checker: what a thread knew at a fence
@@ -204,7 +204,7 @@ const Op* op_by_id(uint32_t id);
 extern uint32_t host_time;
 extern __thread Op* running_op;
 void drain_for_exit();
-cudaError_t set_error(cudaError_t e);                  // also remembers it for cudaGetLastError
+cudaError_t synchronize(const char* call, void* pc);   // the host waits for everything
 size_t function_smem_limit(const void* function);
 bool is_registered(const void* p);                     // pinned by cudaHostRegister
 bool valid_device_range(const void* p, size_t n, size_t* left);

@@ -9,8 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 #include "internal.h"
-#define PC __builtin_return_address(0)
-#define MAY_FAIL(name) if (failing(#name)) return ncclInternalError
+#define MAY_FAIL if (failing(__func__)) return ncclInternalError
 
 struct ncclComm {
     unsigned magic;
@@ -198,7 +197,6 @@ static ncclResult_t wrong(const Collective& c, const char* text) {
 }
 
 static ncclResult_t issue(const Collective& c) {
-    if (failing(kind_name[c.kind])) return ncclInternalError;
     if (!c.comm || c.comm->magic != ALIVE) return wrong(c, "the communicator was never created, or was destroyed");
     if (!size_of(c.type)) return wrong(c, "this data type is not emulated");
     size_t left, ranks = (size_t)c.comm->ranks, size = size_of(c.type);
@@ -233,22 +231,22 @@ const char* ncclGetErrorString(ncclResult_t r) {
 }
 const char* ncclGetLastError(ncclComm_t) { return ""; }
 ncclResult_t ncclGetVersion(int* v) {
+    MAY_FAIL;
     *v = NCCL_VERSION_CODE;
     return ncclSuccess;
 }
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
-    MAY_FAIL(ncclGetUniqueId);
+    MAY_FAIL;
     memset(id, 0, sizeof *id);
     snprintf(id->internal, sizeof id->internal, "emu %d %.9f", (int)getpid(), now());
     return ncclSuccess;
 }
-ncclResult_t ncclCommInitRank(ncclComm_t* out, int ranks, ncclUniqueId id, int rank) {
-    MAY_FAIL(ncclCommInitRank);
+static ncclResult_t init_rank(ncclComm_t* out, int ranks, const ncclUniqueId& id, int rank, void* pc) {
     int ready = 0, world = 1;
     MPI_Initialized(&ready);
     if (ready) MPI_Comm_size(MPI_COMM_WORLD, &world);
     if (ranks < 1 || rank < 0 || rank >= ranks || (ranks > 1 && ranks != world)) {
-        report("NCCL", PC, nullptr,
+        report("NCCL", pc, nullptr,
                "ncclCommInitRank(%d ranks, rank %d): MPI runs %d processes (mpirun -np), a communicator has one or all "
                "of them",
                ranks, rank, world);
@@ -260,7 +258,7 @@ ncclResult_t ncclCommInitRank(ncclComm_t* out, int ranks, ncclUniqueId id, int r
         ncclUniqueId first = id;
         MPI_Bcast(&first, sizeof first, MPI_BYTE, 0, c->mpi);
         if (memcmp(&first, &id, sizeof id)) {
-            report("NCCL", PC, nullptr,
+            report("NCCL", pc, nullptr,
                    "ncclCommInitRank: rank %d has another unique id than rank 0 (it was not broadcast)", rank);
             return ncclInvalidArgument;
         }
@@ -268,17 +266,22 @@ ncclResult_t ncclCommInitRank(ncclComm_t* out, int ranks, ncclUniqueId id, int r
     *out = c;
     return ncclSuccess;
 }
-ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int ranks, ncclUniqueId id, int rank, ncclConfig_t*) {
-    return ncclCommInitRank(c, ranks, id, rank);
+ncclResult_t ncclCommInitRank(ncclComm_t* c, int ranks, ncclUniqueId id, int rank) {
+    MAY_FAIL;
+    return init_rank(c, ranks, id, rank, PC);
 }
-ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int ranks, ncclUniqueId id, int rank, ncclConfig_t*) {
+    MAY_FAIL;
+    return init_rank(c, ranks, id, rank, PC);
+}
+ncclResult_t ncclCommFinalize(ncclComm_t) { MAY_FAIL; return ncclSuccess; }
 ncclResult_t ncclCommDestroy(ncclComm_t c) {
-    MAY_FAIL(ncclCommDestroy);
+    MAY_FAIL;
     if (!c || c->magic != ALIVE) {
         report("NCCL", PC, nullptr, "ncclCommDestroy of a communicator that does not exist");
         return ncclInvalidArgument;
     }
-    cudaDeviceSynchronize();
+    synchronize("ncclCommDestroy", PC);
     int over = 0;
     MPI_Finalized(&over);
     if (c->mpi != MPI_COMM_NULL && !over && !c->aborted) MPI_Comm_free(&c->mpi);
@@ -286,30 +289,33 @@ ncclResult_t ncclCommDestroy(ncclComm_t c) {
     return ncclSuccess;
 }
 ncclResult_t ncclCommAbort(ncclComm_t c) {
+    MAY_FAIL;
     c->aborted = true;
     c->magic = 0;
     return ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* r) {
-    MAY_FAIL(ncclCommGetAsyncError);
+    MAY_FAIL;
     *r = c->error;
     return ncclSuccess;
 }
 ncclResult_t ncclCommCount(const ncclComm_t c, int* n) {
+    MAY_FAIL;
     *n = c->ranks;
     return ncclSuccess;
 }
 ncclResult_t ncclCommUserRank(const ncclComm_t c, int* r) {
+    MAY_FAIL;
     *r = c->rank;
     return ncclSuccess;
 }
 ncclResult_t ncclGroupStart(void) {
-    MAY_FAIL(ncclGroupStart);
+    MAY_FAIL;
     group_depth++;
     return ncclSuccess;
 }
 ncclResult_t ncclGroupEnd(void) {
-    MAY_FAIL(ncclGroupEnd);
+    MAY_FAIL;
     if (group_depth == 0) {
         report("NCCL", PC, nullptr, "ncclGroupEnd without ncclGroupStart");
         return ncclInvalidUsage;
@@ -322,24 +328,30 @@ ncclResult_t ncclGroupEnd(void) {
 }
 ncclResult_t ncclAllReduce(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
                            cudaStream_t st) {
+    MAY_FAIL;
     return issue({ALL_REDUCE, s, r, n, t, op, 0, c, st, PC});
 }
 ncclResult_t ncclReduceScatter(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
                                cudaStream_t st) {
+    MAY_FAIL;
     return issue({REDUCE_SCATTER, s, r, n, t, op, 0, c, st, PC});
 }
 ncclResult_t ncclAllGather(const void* s, void* r, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t st) {
+    MAY_FAIL;
     return issue({ALL_GATHER, s, r, n, t, ncclSum, 0, c, st, PC});
 }
 ncclResult_t ncclBroadcast(const void* s, void* r, size_t n, ncclDataType_t t, int root, ncclComm_t c,
                            cudaStream_t st) {
+    MAY_FAIL;
     return issue({BROADCAST, s, r, n, t, ncclSum, root, c, st, PC});
 }
 ncclResult_t ncclBcast(void* p, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t st) {
+    MAY_FAIL;
     return issue({BROADCAST, p, p, n, t, ncclSum, root, c, st, PC});
 }
 ncclResult_t ncclReduce(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, int root, ncclComm_t c,
                         cudaStream_t st) {
+    MAY_FAIL;
     return issue({REDUCE, s, r, n, t, op, root, c, st, PC});
 }
 }

@@ -86,25 +86,32 @@ const Limits& limits() {  // CUDA programming guide, "technical specifications p
     fatal("EMU_SM=%d: 80, 86, 89, 90, 100 or 120", options().sm);
 }
 
-bool failing(const char* function) {
-    struct Wish { std::string name; long call, seen; };
-    static std::vector<Wish> wishes = [] {
-        std::vector<Wish> v;
-        const char* e = getenv("EMU_FAIL");            // cudaMalloc:7,ncclAllReduce:1
+// EMU_FAIL=cudaMalloc:7,ncclAllReduce:1
+struct Wish { std::string name; long call, seen; };
+static std::vector<Wish>& wishes() {
+    static std::vector<Wish>* all = [] {               // still there when the program ends
+        auto* v = new std::vector<Wish>;
+        const char* e = getenv("EMU_FAIL");
         for (std::string s = e ? e : ""; !s.empty();) {
             std::string one = s.substr(0, s.find(','));
             s = s.find(',') == std::string::npos ? "" : s.substr(s.find(',') + 1);
             size_t colon = one.find(':');
-            v.push_back({one.substr(0, colon), colon == std::string::npos ? 1 : atol(one.c_str() + colon + 1), 0});
+            v->push_back({one.substr(0, colon), colon == std::string::npos ? 1 : atol(one.c_str() + colon + 1), 0});
         }
         return v;
     }();
-    for (Wish& w : wishes) {
-        if (w.name != function || ++w.seen != w.call) continue;
-        fprintf(stderr, "emu: EMU_FAIL: call %ld of %s fails as asked\n", w.call, function);
-        return true;
+    return *all;
+}
+
+bool failing(const char* function) {
+    bool fails = false;
+    for (Wish& w : wishes()) {
+        std::lock_guard<std::mutex> lock(report_lock);
+        if ((w.name != function && w.name + "_v2" != function) || ++w.seen != w.call) continue;
+        fprintf(stderr, "emu: EMU_FAIL: call %ld of %s fails as asked\n", w.call, w.name.c_str());
+        fails = true;
     }
-    return false;
+    return fails;
 }
 
 // ---------------------------------------------------------------- where and who
@@ -319,6 +326,9 @@ void watch_thread() {
 static void at_exit() {
     drain_for_exit();
     check_exit();
+    for (Wish& w : wishes())
+        if (w.seen < w.call)
+            fprintf(stderr, "emu: EMU_FAIL=%s:%ld: there were only %ld such calls\n", w.name.c_str(), w.call, w.seen);
     fflush(stdout);
     fflush(stderr);
     if (!report_count) return;

@@ -6,8 +6,7 @@
 #include <deque>
 #include <set>
 #include "internal.h"
-#define PC __builtin_return_address(0)
-#define MAY_FAIL(name) if (failing(#name)) return set_error(cudaErrorUnknown)
+#define MAY_FAIL EMU_MAY_FAIL(cudaErrorUnknown)
 
 namespace emu {
 
@@ -46,6 +45,8 @@ cudaError_t set_error(cudaError_t e) {
     if (e != cudaSuccess) last_error = e;
     return e;
 }
+
+cudaError_t error_so_far() { return last_error; }
 
 static Stream* find_stream(cudaStream_t s) {
     if (!s || s == cudaStreamLegacy || s == cudaStreamPerThread) return streams()[0];
@@ -120,10 +121,6 @@ void wait_for(const OpRef& op) {
     force(op.get());
     join(host_clock, op->clock);
     host_time++;
-}
-
-static void wait_all() {
-    for (size_t i = 0; i < streams().size(); i++) wait_for(streams()[i]->last);
 }
 
 static OpRef issue(Stream* s, const char* name, void* pc, std::function<void()> run, std::vector<OpRef> needs) {
@@ -205,6 +202,15 @@ void drain_for_exit() {
     }
 }
 
+cudaError_t synchronize(const char* call, void* pc) {
+    if (capturing) {
+        report("stream capture", pc, nullptr, "%s while a stream is being captured", call);
+        return set_error(cudaErrorStreamCaptureUnsupported);
+    }
+    for (size_t i = 0; i < streams().size(); i++) wait_for(streams()[i]->last);
+    return last_error == cudaErrorLaunchFailure ? last_error : cudaSuccess;
+}
+
 static cudaError_t capture_forbids(Stream* s, const char* name, void* pc) {
     if (!s || !s->capture) return cudaSuccess;
     report("stream capture", pc, nullptr, "%s on a stream that is being captured", name);
@@ -217,24 +223,22 @@ using namespace emu;
 extern "C" {
 // ---------------------------------------------------------------- errors, device synchronisation
 cudaError_t cudaGetLastError(void) {
+    if (failing(__func__)) return cudaErrorUnknown;
     cudaError_t e = last_error;
     if (e != cudaErrorLaunchFailure) last_error = cudaSuccess;  // a fault inside a kernel stays until the process ends
     return e;
 }
-cudaError_t cudaPeekAtLastError(void) { return last_error; }
+cudaError_t cudaPeekAtLastError(void) {
+    if (failing(__func__)) return cudaErrorUnknown;
+    return last_error;
+}
 cudaError_t cudaDeviceSynchronize(void) {
-    MAY_FAIL(cudaDeviceSynchronize);
-    if (capturing) {
-        report("stream capture", PC, nullptr, "cudaDeviceSynchronize while a stream is being captured");
-        return set_error(cudaErrorStreamCaptureUnsupported);
-    }
-    wait_all();
-    return last_error == cudaErrorLaunchFailure ? last_error : cudaSuccess;
+    MAY_FAIL;
+    return synchronize("cudaDeviceSynchronize", PC);
 }
 
 // ---------------------------------------------------------------- streams
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) {
-    MAY_FAIL(cudaStreamCreateWithFlags);
+static cudaError_t create_stream(cudaStream_t* out, unsigned flags) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     Stream* s = new_stream(!(flags & cudaStreamNonBlocking));
     live().insert(s);
@@ -242,19 +246,25 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamCreate(cudaStream_t* out) {
-    MAY_FAIL(cudaStreamCreate);
-    return cudaStreamCreateWithFlags(out, cudaStreamDefault);
+    MAY_FAIL;
+    return create_stream(out, cudaStreamDefault);
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) {
+    MAY_FAIL;
+    return create_stream(out, flags);
 }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned flags, int) {
-    return cudaStreamCreateWithFlags(out, flags);
+    MAY_FAIL;
+    return create_stream(out, flags);
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+    MAY_FAIL;
     *least = 0;
     *greatest = -5;
     return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t h) {
-    MAY_FAIL(cudaStreamDestroy);
+    MAY_FAIL;
     std::lock_guard<std::recursive_mutex> guard(lock);
     Stream* s = h ? find_stream(h) : nullptr;
     if (!s || !s->id) {
@@ -265,7 +275,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t h) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t h) {
-    MAY_FAIL(cudaStreamSynchronize);
+    MAY_FAIL;
     std::lock_guard<std::recursive_mutex> guard(lock);
     Stream* s = find_stream(h);
     if (!s) {
@@ -287,28 +297,29 @@ static cudaError_t query(const OpRef& op) {
     return cudaErrorNotReady;
 }
 cudaError_t cudaStreamQuery(cudaStream_t h) {
-    MAY_FAIL(cudaStreamQuery);
+    MAY_FAIL;
     std::lock_guard<std::recursive_mutex> guard(lock);
     Stream* s = find_stream(h);
     return s ? query(s->last) : set_error(cudaErrorInvalidResourceHandle);
 }
 cudaError_t cudaStreamGetFlags(cudaStream_t h, unsigned* flags) {
+    MAY_FAIL;
     Stream* s = find_stream(h);
     *flags = s && !s->blocking ? cudaStreamNonBlocking : cudaStreamDefault;
     return cudaSuccess;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t h, cudaHostFn_t fn, void* data) {
-    MAY_FAIL(cudaLaunchHostFunc);
+    MAY_FAIL;
     return enqueue(h, "host function", PC, [fn, data] { fn(data); }) ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t h, cudaStreamCallback_t fn, void* data, unsigned) {
+    MAY_FAIL;
     return enqueue(h, "callback", PC, [h, fn, data] { fn(h, cudaSuccess, data); }) ? cudaSuccess
                                                                                    : cudaErrorInvalidResourceHandle;
 }
 
 // ---------------------------------------------------------------- events
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) {
-    MAY_FAIL(cudaEventCreateWithFlags);
+static cudaError_t create_event(cudaEvent_t* out, unsigned flags) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     auto* e = new Event{nullptr, nullptr, -1, !(flags & cudaEventDisableTiming)};
     live_events().insert(e);
@@ -316,8 +327,12 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) {
     return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* out) {
-    MAY_FAIL(cudaEventCreate);
-    return cudaEventCreateWithFlags(out, cudaEventDefault);
+    MAY_FAIL;
+    return create_event(out, cudaEventDefault);
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) {
+    MAY_FAIL;
+    return create_event(out, flags);
 }
 static Event* find_event(cudaEvent_t h, const char* name, void* pc) {
     if (live_events().count((Event*)h)) return (Event*)h;
@@ -326,29 +341,35 @@ static Event* find_event(cudaEvent_t h, const char* name, void* pc) {
     return nullptr;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t h) {
-    MAY_FAIL(cudaEventDestroy);
+    MAY_FAIL;
     std::lock_guard<std::recursive_mutex> guard(lock);
     Event* e = find_event(h, "cudaEventDestroy", PC);
     if (!e) return cudaErrorInvalidResourceHandle;
     live_events().erase(e);
     return cudaSuccess;
 }
-cudaError_t cudaEventRecord(cudaEvent_t h, cudaStream_t stream) {
-    MAY_FAIL(cudaEventRecord);
+static cudaError_t record(cudaEvent_t h, cudaStream_t stream, void* pc) {
     std::lock_guard<std::recursive_mutex> guard(lock);
-    Event* e = find_event(h, "cudaEventRecord", PC);
+    Event* e = find_event(h, "cudaEventRecord", pc);
     if (!e) return cudaErrorInvalidResourceHandle;
     Stream* s = find_stream(stream);
-    OpRef op = enqueue(stream, "cudaEventRecord", PC, nullptr);
+    OpRef op = enqueue(stream, "cudaEventRecord", pc, nullptr);
     if (!op) return cudaErrorInvalidResourceHandle;
     e->graph = s->capture;
     e->node = s->last_node;
     e->op = s->capture ? nullptr : op;
     return cudaSuccess;
 }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t h, cudaStream_t s, unsigned) { return cudaEventRecord(h, s); }
+cudaError_t cudaEventRecord(cudaEvent_t h, cudaStream_t s) {
+    MAY_FAIL;
+    return record(h, s, PC);
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t h, cudaStream_t s, unsigned) {
+    MAY_FAIL;
+    return record(h, s, PC);
+}
 cudaError_t cudaEventSynchronize(cudaEvent_t h) {
-    MAY_FAIL(cudaEventSynchronize);
+    MAY_FAIL;
     std::lock_guard<std::recursive_mutex> guard(lock);
     Event* e = find_event(h, "cudaEventSynchronize", PC);
     if (!e) return cudaErrorInvalidResourceHandle;
@@ -356,13 +377,13 @@ cudaError_t cudaEventSynchronize(cudaEvent_t h) {
     return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t h) {
-    MAY_FAIL(cudaEventQuery);
+    MAY_FAIL;
     std::lock_guard<std::recursive_mutex> guard(lock);
     Event* e = find_event(h, "cudaEventQuery", PC);
     return e ? query(e->op) : cudaErrorInvalidResourceHandle;
 }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
-    MAY_FAIL(cudaEventElapsedTime);
+    MAY_FAIL;
     std::lock_guard<std::recursive_mutex> guard(lock);
     Event *a = find_event(begin, "cudaEventElapsedTime", PC), *b = find_event(end, "cudaEventElapsedTime", PC);
     if (!a || !b) return cudaErrorInvalidResourceHandle;
@@ -379,7 +400,7 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) 
     return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t h, cudaEvent_t event, unsigned) {
-    MAY_FAIL(cudaStreamWaitEvent);
+    MAY_FAIL;
     std::lock_guard<std::recursive_mutex> guard(lock);
     Event* e = find_event(event, "cudaStreamWaitEvent", PC);
     Stream* s = find_stream(h);
@@ -400,7 +421,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t h, cudaEvent_t event, unsigned) {
 // ---------------------------------------------------------------- graphs: what streams recorded, issued again as a
 // whole
 cudaError_t cudaStreamBeginCapture(cudaStream_t h, cudaStreamCaptureMode) {
-    MAY_FAIL(cudaStreamBeginCapture);
+    MAY_FAIL;
     std::lock_guard<std::recursive_mutex> guard(lock);
     Stream* s = find_stream(h);
     if (!s || !s->id || s->capture) {
@@ -421,7 +442,7 @@ static bool reaches(const Graph& g, int from, std::vector<char>& seen) {
     return true;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t h, cudaGraph_t* out) {
-    MAY_FAIL(cudaStreamEndCapture);
+    MAY_FAIL;
     std::lock_guard<std::recursive_mutex> guard(lock);
     Stream* s = find_stream(h);
     if (!s || !s->capture || s->capture->lanes[0] != s) {
@@ -445,12 +466,12 @@ cudaError_t cudaStreamEndCapture(cudaStream_t h, cudaGraph_t* out) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t h, cudaStreamCaptureStatus* status) {
+    MAY_FAIL;
     Stream* s = find_stream(h);
     *status = s && s->capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long) {
-    MAY_FAIL(cudaGraphInstantiate);
+static cudaError_t instantiate(cudaGraphExec_t* out, cudaGraph_t graph) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     auto* g = (Graph*)graph;
     auto* e = new GraphExec{g->nodes, {nullptr}};
@@ -458,11 +479,16 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* out, cudaGraph_t graph, unsign
     *out = (cudaGraphExec_t)e;
     return cudaSuccess;
 }
-cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long f) {
-    return cudaGraphInstantiate(out, graph, f);
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long) {
+    MAY_FAIL;
+    return instantiate(out, graph);
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long) {
+    MAY_FAIL;
+    return instantiate(out, graph);
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t h, cudaStream_t stream) {
-    MAY_FAIL(cudaGraphLaunch);
+    MAY_FAIL;
     std::lock_guard<std::recursive_mutex> guard(lock);
     auto* e = (GraphExec*)h;
     Stream* s = find_stream(stream);
@@ -477,20 +503,24 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t h, cudaStream_t stream) {
     issue(s, "end of a graph", PC, nullptr, issued);
     return cudaSuccess;
 }
-cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { MAY_FAIL; return cudaSuccess; }
 cudaError_t cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t*, size_t* n) {
+    MAY_FAIL;
     *n = ((Graph*)g)->nodes.size();
     return cudaSuccess;
 }
 cudaError_t cudaGraphExecUpdate(cudaGraphExec_t e, cudaGraph_t g, cudaGraphExecUpdateResultInfo*) {
+    MAY_FAIL;
     ((GraphExec*)e)->nodes = ((Graph*)g)->nodes;
     return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t g) {
+    MAY_FAIL;
     delete (Graph*)g;
     return cudaSuccess;
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) {
+    MAY_FAIL;
     delete (GraphExec*)e;
     return cudaSuccess;
 }

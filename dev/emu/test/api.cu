@@ -27,6 +27,31 @@ static void fail_on_request() {
     EXPECT(cudaStreamCreate(&s) != cudaSuccess);
     EXPECT(cudaStreamCreate(&s) == cudaSuccess);
 }
+// EMU_FAIL=NAME:1 of every function that is a template; run.py compares with the names in emu_host.h
+__device__ int symbol;
+static void fail_templates() {
+    void* p;
+    size_t n;
+    int v = 0, w;
+    cudaFuncAttributes a;
+    void* args[] = {&p, &v};
+    EXPECT(cudaFuncSetAttribute(set, cudaFuncAttributeMaxDynamicSharedMemorySize, 0) != cudaSuccess);
+    EXPECT(cudaFuncSetCacheConfig(set, cudaFuncCachePreferL1) != cudaSuccess);
+    EXPECT(cudaFuncGetAttributes(&a, set) != cudaSuccess);
+    EXPECT(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&v, set, 32, 0) != cudaSuccess);
+    EXPECT(cudaOccupancyMaxPotentialBlockSize(&v, &w, set) != cudaSuccess);
+    EXPECT(cudaMemcpyToSymbol(symbol, &v, 4) != cudaSuccess);
+    EXPECT(cudaMemcpyFromSymbol(&v, symbol, 4) != cudaSuccess);
+    EXPECT(cudaMemcpyToSymbolAsync(symbol, &v, 4, 0, cudaMemcpyHostToDevice) != cudaSuccess);
+    EXPECT(cudaMemcpyFromSymbolAsync(&v, symbol, 4, 0, cudaMemcpyDeviceToHost) != cudaSuccess);
+    EXPECT(cudaGetSymbolAddress(&p, symbol) != cudaSuccess);
+    EXPECT(cudaGetSymbolSize(&n, symbol) != cudaSuccess);
+    EXPECT(cudaLaunchCooperativeKernel(set, dim3(1), dim3(32), args, 0, 0) != cudaSuccess);
+    EXPECT(cudaLaunchKernel(set, dim3(1), dim3(32), args, 0, 0) != cudaSuccess);
+    cudaGetLastError();
+    set<<<1, 32>>>(nullptr, 0);                        // EMU_FAIL=cudaLaunchKernel:2
+    EXPECT(cudaGetLastError() == cudaErrorLaunchOutOfResources);
+}
 // EMU_MEM=0.001
 static void memory_limit() {
     size_t left, total;
@@ -141,6 +166,7 @@ static void trap() { trapping<<<1, 32>>>(3); }
 static const struct { const char* name; void (*run)();
 } table[] = {
     {"fail_on_request", fail_on_request},
+    {"fail_templates", fail_templates},
     {"memory_limit", memory_limit},
     {"lazy_streams", lazy_streams},
     {"graphs", graphs},

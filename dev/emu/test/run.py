@@ -155,6 +155,54 @@ def orders():
     need(len(seen) == 3, "random orders depend on the seed only: %s" % seen)
 
 
+# ---------------------------------------------------------------- EMU_FAIL reaches every function
+TEXT_ONLY = re.compile(r"(Name|String|ncclGetLastError)$")         # these return text and cannot fail
+
+
+def every_call_can_fail():
+    """Each function of the runtime, cuBLAS and NCCL that the emulator defines is called with nothing but zeros, and must
+    fail before it looks at them."""
+    base = os.path.join(BUILD, "every_call")
+    os.makedirs(BUILD, exist_ok=True)
+    with open(base + ".cu", "w") as f:
+        f.write("#include <cublasLt.h>\n#include <cublas_v2.h>\n#include <nccl.h>\n"
+                "__attribute__((weak)) int main() { return 0; }\n")
+    link = [sys.executable, os.path.join(EMU, "emucc"), "-o", base, base + ".cu"]
+    code, text = run(link)
+    need(code == 0, text)
+    symbols = [line.split()[-1] for line in run(["nm", "--defined-only", base])[1].splitlines() if " T " in line]
+    names = [n for n in symbols if re.match(r"(cuda|cublas|nccl)[A-Z]", n) and not TEXT_ONLY.search(n)]
+    need(len(names) > 120, "only %d functions were found" % len(names))
+    with open(base + ".c", "w") as f:                  # in C, a function declared without its parameters takes any
+        f.write("#include <stdio.h>\n%s\nint main(void) {\n    long z = 0, forgot = 0;\n"
+                % "\n".join("int %s();" % n for n in names))
+        for n in names:
+            f.write('    puts("%s"); fflush(stdout); if (!%s(%s)) { forgot = 1; puts("%s did not fail"); }\n'
+                    % (n, n, ", ".join("z" * 24), n))
+        f.write("    return forgot;\n}\n")
+    code, text = run(["gcc", "-std=c11", "-w", "-c", base + ".c", "-o", base + ".o"])
+    need(code == 0, text)
+    code, text = run(link + [base + ".o"])
+    need(code == 0, text)
+    code, text = run([base], {"EMU_FAIL": ",".join(n + ":1" for n in names)})
+    need(code == 0, "exit code %d: %s" % (code, re.findall(".* did not fail", text) or text[-300:]))
+    quiet = [n for n in names if "EMU_FAIL: call 1 of %s fails" % n not in text]
+    need(not quiet, "EMU_FAIL does not reach " + " ".join(quiet))
+
+
+def templates_can_fail():
+    with open(os.path.join(EMU, "emu_host.h")) as f:
+        names = set(re.findall(r"(?:cudaError_t|\n)\s*(cuda[A-Z]\w*)\(", f.read()))
+    need(len(names) > 10, "only %d templates were found" % len(names))
+    text = api("fail_templates", EMU_FAIL=",".join(n + ":1" for n in sorted(names)) + ",cudaLaunchKernel:2")
+    quiet = [n for n in names if "EMU_FAIL: call 1 of %s fails" % n not in text]
+    need(not quiet, "EMU_FAIL does not reach " + " ".join(quiet))
+
+
+def wish_too_late():
+    api("memory_limit", text="EMU_FAIL=cudaMalloc:9: there were only", EMU_MEM="0.001", EMU_FAIL="cudaMalloc:9")
+
+
 def blas_mistake(name, kind):
     code, text = run([build("blas", "check"), name])
     need(code == 1 and re.search(r"emu: blas\.cu:\d+: " + kind, text), "exit code %d: %s" % (code, text[-400:]))
@@ -229,6 +277,9 @@ TESTS = [
     ("textbook kernels, lazy streams", lambda: textbook("fast", "g++", EMU_LAZY_STREAM="1")),
     ("EMU_ORDER", orders),
     ("EMU_FAIL", lambda: api("fail_on_request", EMU_FAIL="cudaMalloc:2,cudaMemcpy:1,cudaStreamCreate:1")),
+    ("EMU_FAIL reaches every function", every_call_can_fail),
+    ("EMU_FAIL reaches every template", templates_can_fail),
+    ("EMU_FAIL: a call that never came", wish_too_late),
     ("EMU_MEM", lambda: api("memory_limit", EMU_MEM="0.001")),
     ("EMU_LAZY_STREAM", lambda: api("lazy_streams", EMU_LAZY_STREAM="1")),
     ("graphs", lambda: api("graphs")),
