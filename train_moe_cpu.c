@@ -2230,7 +2230,7 @@ int main(int argc, char** argv) {
     share_the_machine(argv);
     Trainer* t = (Trainer*)callocCheck(1, sizeof(Trainer));
     Run* run = &t->run;
-    run_open(run, argc, argv, PROGRAM_CPU, 0, 1);
+    run_open(run, argc, argv, PROGRAM_CPU);
     const Options* opt = &run->opt;
 #ifdef _OPENMP
     if (opt->threads > 0) { omp_set_num_threads((int)opt->threads); }

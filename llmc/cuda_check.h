@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 static void (*out_of_memory_hook)(void) = NULL; // a program that has a memory plan prints it here
+static long cuda_launches = 0, cuda_waits = 0;  // of kernels, and of the host for a stream: what --profile counts
 
 static inline const char* cuda_advice(cudaError_t status) {
     switch (status) {
@@ -31,6 +32,10 @@ static inline void cuda_check(cudaError_t status, const char* call, const char* 
 #define cudaCheck(call) cuda_check((call), #call, __FILE__, __LINE__)
 
 // After each launch: a configuration that the device refuses shows here, a fault inside the kernel at the next wait.
-#define launchCheck(kernel) cuda_check(cudaGetLastError(), "launch of " kernel, __FILE__, __LINE__)
+#define launchCheck(kernel) (cuda_launches++, cuda_check(cudaGetLastError(), "launch of " kernel, __FILE__, __LINE__))
+
+// The host waits until the stream has done everything.
+#define streamWait(stream) \
+    (cuda_waits++, cuda_check(cudaStreamSynchronize(stream), "cudaStreamSynchronize(" #stream ")", __FILE__, __LINE__))
 
 #endif

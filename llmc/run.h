@@ -26,6 +26,8 @@ typedef struct {
     char* resume;             // the checkpoint folder to go on from, or NULL
     TrainerState state;       // what it says
     int out_lock;             // descriptor that keeps --out for this process
+    void* (*allocate)(size_t bytes); // set between run_open_model and run_open_files: where batches live. NULL: malloc
+    void (*release)(void* p);
 } Run;
 
 // The checkpoint to resume, and what its run was started with and this command does not say anew.
@@ -114,6 +116,9 @@ static inline void run_open_data(Run* run, DataLoader* loader, const char* optio
     o.prefetch = strcmp(run->opt.loader, "prefetch") == 0;
     o.vocab_size = run->config.vocab_size;
     o.eot_id = run->eot;
+    o.sort_tokens = run->opt.program == PROGRAM_GPU; // for embedding_backward; the CPU's needs no order
+    o.allocate = run->allocate;
+    o.release = run->release;
     dataloader_open(loader, &o);
     if (run->eot < 0) { run->eot = dataloader_eot_id(loader); }
     if (run->opt.doc_mask && dataloader_eot_id(loader) < 0) {
@@ -152,8 +157,9 @@ static inline void run_open_out(Run* run) {
                            run->opt.program == PROGRAM_GPU && run->opt.master);
 }
 
-// Everything up to the model. Prints what it found; with --dry-run it stops before data and output are touched.
-static inline void run_open(Run* run, int argc, char** argv, int program, int rank, int num_ranks) {
+// The first half: options, which checkpoint, the model's sizes and parameters. Touches neither data nor output; --dry-run
+// needs no more.
+static inline void run_open_model(Run* run, int argc, char** argv, int program, int num_ranks) {
     Options* opt = &run->opt;
     memset(run, 0, sizeof(*run));
     run->out_lock = -1;
@@ -161,7 +167,11 @@ static inline void run_open(Run* run, int argc, char** argv, int program, int ra
     if (opt->resume != NULL) { run_find_checkpoint(run); }
     run_read_config(run, num_ranks);
     param_table_build(&run->table, &run->config);
-    if (opt->dry_run) { return; }
+}
+
+// The second half: tokenizer, data, prompt, --out. Prints what it found.
+static inline void run_open_files(Run* run, int rank, int num_ranks) {
+    Options* opt = &run->opt;
     run->trains = !opt->eval && !opt->generate && opt->dump == NULL;
     run->samples = opt->generate > 0 || (run->trains && opt->sample_every > 0);
     run->has_batch = opt->batch != NULL && !opt->eval && !opt->generate;
@@ -183,6 +193,12 @@ static inline void run_open(Run* run, int argc, char** argv, int program, int ra
         }
     }
     if (opt->out != NULL && run->trains && rank == 0) { run_open_out(run); }
+}
+
+// Both, for a program with one process.
+static inline void run_open(Run* run, int argc, char** argv, int program) {
+    run_open_model(run, argc, argv, program, 1);
+    if (!run->opt.dry_run) { run_open_files(run, 0, 1); }
 }
 
 // After each save: the tokenizer's files are those of the newest checkpoint now. Where they came from may be an older
