@@ -43,7 +43,7 @@ typedef struct {
     const int* targets;     // (B,T) the token that follows each
     const int* doc_start;   // (B,T) where t's document begins in its row: at the last EOT up to t, else 0
     const int* token_order; // (B*T) sort_tokens of tokens; NULL unless the options ask for it
-    const int* all;         // (4,B*T) tokens, targets, doc_start, token_order in one piece: one copy brings them to a GPU
+    const int* all;         // (4,B*T) tokens, targets, doc_start, token_order: one piece, so one copy to a GPU
     double wait_ms;         // how long the caller stood still for this batch
 } Batch;
 

@@ -10,11 +10,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <tgmath.h>
+#include <string>
 #include <vector>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #ifndef EMU
-#include <cublasLt.h> // for the measured GEMM peak
+#include "../../llmc/cublas_check.h" // for the measured GEMM peak
 #endif
 #include "../../llmc/cuda_check.h"
 #include "../../llmc/ptx.cuh"
@@ -146,6 +147,16 @@ inline std::vector<float> to_float(const std::vector<bf16>& x) {
 // checks. Written so that a NaN fails.
 
 static int checks_passed = 0, checks_failed = 0;
+static uint64_t checks_bits = 0; // a hash of all results: equal bits, whatever order the threads ran in?
+
+template <class T> void hash_results(const std::vector<T>& x) {
+    const unsigned char* bytes = (const unsigned char*)x.data();
+    for (size_t i = 0; i < x.size() * sizeof(T); i += sizeof(uint64_t)) {
+        uint64_t word = 0;
+        memcpy(&word, bytes + i, std::min(sizeof(word), x.size() * sizeof(T) - i));
+        checks_bits = hash64(checks_bits ^ word);
+    }
+}
 
 inline double rms(const std::vector<float>& x) {
     double sum = 0;
@@ -171,6 +182,7 @@ inline bool same_length(const char* what, size_t got, size_t want) {
 // is sqrt(K) times that of a product.
 inline void check_bf16(const char* what, const std::vector<float>& got, const std::vector<float>& want, double ulps = 1,
                        double slack = 1.0 / 256) {
+    hash_results(got);
     if (!same_length(what, got.size(), want.size())) { return; }
     double typical = rms(want);
     char detail[256];
@@ -192,6 +204,7 @@ inline void check_bf16(const char* what, const std::vector<bf16>& got, const std
 // fp32 results: within `relative` of the rms of the reference and of the element's own size
 inline void check_f32(const char* what, const std::vector<float>& got, const std::vector<float>& want,
                       double relative = 1e-5) {
+    hash_results(got);
     if (!same_length(what, got.size(), want.size())) { return; }
     double typical = rms(want);
     char detail[256];
@@ -208,6 +221,7 @@ inline void check_f32(const char* what, const std::vector<float>& got, const std
 
 // integers, and bits that must not differ
 template <class T> inline void check_equal(const char* what, const std::vector<T>& got, const std::vector<T>& want) {
+    hash_results(got);
     if (!same_length(what, got.size(), want.size())) { return; }
     char detail[256];
     for (size_t i = 0; i < want.size(); i++) {
@@ -257,6 +271,7 @@ inline bool dev_benchmarks() { return true; }
 
 inline int dev_close() {
     cudaCheck(cudaDeviceSynchronize());
+    printf("bits of all results: %016llx\n", (unsigned long long)checks_bits);
     printf("%d passed, %d failed\n", checks_passed, checks_failed);
     return checks_failed > 0;
 }
@@ -305,10 +320,6 @@ inline double peak_bandwidth() {
 }
 
 #ifndef EMU
-inline void cublas_check(cublasStatus_t status, const char* call) {
-    if (status != CUBLAS_STATUS_SUCCESS) { fatal("%s failed with cuBLAS status %d", call, (int)status); }
-}
-
 // TFLOP/s of cuBLASLt's bf16 product of two 8192 x 8192 matrices, fp32 accumulation
 inline double peak_gemm() {
     static double peak = 0;
@@ -324,22 +335,19 @@ inline double peak_gemm() {
     cublasLtMatmulHeuristicResult_t found;
     cublasOperation_t transposed = CUBLAS_OP_T;
     int num_found = 0;
-    cublas_check(cublasLtCreate(&handle), "cublasLtCreate");
-    cublas_check(cublasLtMatmulDescCreate(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F), "cublasLtMatmulDescCreate");
-    cublas_check(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof(transposed)),
-                 "cublasLtMatmulDescSetAttribute");
-    cublas_check(cublasLtMatrixLayoutCreate(&square, CUDA_R_16BF, M, M, M), "cublasLtMatrixLayoutCreate");
-    cublas_check(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
-    cublas_check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                                      &workspace_bytes, sizeof(workspace_bytes)),
-                 "cublasLtMatmulPreferenceSetAttribute");
-    cublas_check(cublasLtMatmulAlgoGetHeuristic(handle, product, square, square, square, square, preference, 1, &found,
-                                                &num_found), "cublasLtMatmulAlgoGetHeuristic");
+    cublasCheck(cublasLtCreate(&handle));
+    cublasCheck(cublasLtMatmulDescCreate(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    cublasCheck(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof(transposed)));
+    cublasCheck(cublasLtMatrixLayoutCreate(&square, CUDA_R_16BF, M, M, M));
+    cublasCheck(cublasLtMatmulPreferenceCreate(&preference));
+    cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                     &workspace_bytes, sizeof(workspace_bytes)));
+    cublasCheck(cublasLtMatmulAlgoGetHeuristic(handle, product, square, square, square, square, preference, 1, &found,
+                                               &num_found));
     float one = 1, zero = 0;
     double ms = median_ms([&] {
-        cublas_check(cublasLtMatmul(handle, product, &one, a.data, square, b.data, square, &zero, c.data, square,
-                                    c.data, square, &found.algo, workspace.data, workspace_bytes, 0),
-                     "cublasLtMatmul");
+        cublasCheck(cublasLtMatmul(handle, product, &one, a.data, square, b.data, square, &zero, c.data, square, c.data,
+                                   square, &found.algo, workspace.data, workspace_bytes, 0));
     });
     cublasLtMatmulPreferenceDestroy(preference);
     cublasLtMatrixLayoutDestroy(square);

@@ -1,0 +1,298 @@
+// embedding: rows of a table, and the sums of their gradients.
+//
+//   nvcc -std=c++17 -O3 -arch=native -I. -o build/dev/embedding dev/cuda/embedding.cu -lcjson -lcublasLt
+//   dev/emu/emucc -I. -o build/dev/embedding dev/cuda/embedding.cu -lcjson          (no GPU: the emulator)
+//
+//   1  a thread an element
+//   2  16 bytes a thread forward, a warp a row backward: whole sectors, and a token's number is read once a row
+//   3  forward a warp a row, so that nobody divides; backward a token that occurs often is shared out over many threads
+// winner: 3
+//
+// Backward: several tokens of a batch may be the same, and then their gradients belong to one row. Atomic additions
+// would sum them in another order on every run. Here the loader sorts the positions by token (token_order), so equal
+// tokens are neighbours, a *run*, and each run has one owner, which adds in a fixed order.
+#include "common.h"
+
+enum { NUM_KERNELS = 3 };
+
+// ----------------------------------------------------------------------------
+// kernel 1
+
+// A thread owns an element of out.
+__global__ void embedding_forward_kernel1(bf16* out, const int* tokens, const bf16* embed_tokens, size_t N, int C) {
+    size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+    if (i >= N * C) { return; }
+    out[i] = embed_tokens[tokens[i / C] * (size_t)C + i % C];
+}
+
+// A thread owns a column of a sorted position. If a run begins there, it walks the run and sums the column.
+__global__ void embedding_backward_kernel1(float* d_embed_tokens, const bf16* d_out, const int* tokens,
+                                           const int* token_order, size_t N, int C, int pad_token) {
+    size_t thread = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+    size_t i = thread / C, c = thread % C;
+    if (i >= N) { return; }
+    int token = tokens[token_order[i]];
+    if (token == pad_token || (i > 0 && tokens[token_order[i - 1]] == token)) { return; }
+    float sum = d_embed_tokens[(size_t)token * C + c];
+    for (; i < N && tokens[token_order[i]] == token; i++) {
+        sum += __bfloat162float(d_out[(size_t)token_order[i] * C + c]);
+    }
+    d_embed_tokens[(size_t)token * C + c] = sum;
+}
+
+void embedding_forward1(bf16* out, const int* tokens, const bf16* embed_tokens, size_t N, size_t C,
+                        cudaStream_t stream) {
+    embedding_forward_kernel1<<<ceil_div(N * C, 256), 256, 0, stream>>>(out, tokens, embed_tokens, N, (int)C);
+    launchCheck("embedding_forward_kernel1");
+}
+void embedding_backward1(float* d_embed_tokens, const bf16* d_out, const int* tokens, const int* token_order, size_t N,
+                         size_t C, int pad_token, cudaStream_t stream) {
+    embedding_backward_kernel1<<<ceil_div(N * C, 256), 256, 0, stream>>>(d_embed_tokens, d_out, tokens, token_order, N,
+                                                                        (int)C, pad_token);
+    launchCheck("embedding_backward_kernel1");
+}
+
+// ----------------------------------------------------------------------------
+// kernel 2
+
+// A thread owns 16 bytes of out.
+__global__ void embedding_forward_kernel2(bf16* out, const int* tokens, const bf16* embed_tokens, size_t N, int C) {
+    size_t i = (blockIdx.x * (size_t)blockDim.x + threadIdx.x) * 8;
+    if (i >= N * C) { return; }
+    store16(out + i, load16(embed_tokens + tokens[i / C] * (size_t)C + i % C));
+}
+
+// 4 floats += 4 bf16, 8-byte aligned
+__device__ inline void add4(float4& sum, const bf16* p) {
+    uint2 bits = *(const uint2*)p;
+    sum.x += __uint_as_float(bits.x << 16);
+    sum.y += __uint_as_float(bits.x & 0xffff0000u);
+    sum.z += __uint_as_float(bits.y << 16);
+    sum.w += __uint_as_float(bits.y & 0xffff0000u);
+}
+
+// A warp owns a sorted position. If a run begins there, it walks the run once for every 128 columns, 4 a lane: 16 bytes
+// of the float sums and 8 of each bf16 row, so that the lanes of a warp lie side by side in both.
+__global__ void embedding_backward_kernel2(float* d_embed_tokens, const bf16* d_out, const int* tokens,
+                                           const int* token_order, size_t N, int C, int pad_token) {
+    size_t i = blockIdx.x * (size_t)(blockDim.x / 32) + threadIdx.x / 32;
+    if (i >= N) { return; }
+    int token = tokens[token_order[i]];
+    if (token == pad_token || (i > 0 && tokens[token_order[i - 1]] == token)) { return; }
+    float* row = d_embed_tokens + (size_t)token * C;
+    for (int c = threadIdx.x % 32 * 4; c < C; c += 32 * 4) {
+        float4 sum = *(float4*)(row + c);
+        for (size_t j = i; j < N && tokens[token_order[j]] == token; j++) {
+            add4(sum, d_out + (size_t)token_order[j] * C + c);
+        }
+        *(float4*)(row + c) = sum;
+    }
+}
+
+void embedding_forward2(bf16* out, const int* tokens, const bf16* embed_tokens, size_t N, size_t C,
+                        cudaStream_t stream) {
+    embedding_forward_kernel2<<<ceil_div(N * C / 8, 256), 256, 0, stream>>>(out, tokens, embed_tokens, N, (int)C);
+    launchCheck("embedding_forward_kernel2");
+}
+void embedding_backward2(float* d_embed_tokens, const bf16* d_out, const int* tokens, const int* token_order, size_t N,
+                         size_t C, int pad_token, cudaStream_t stream) {
+    embedding_backward_kernel2<<<ceil_div(N, 8), 256, 0, stream>>>(d_embed_tokens, d_out, tokens, token_order, N,
+                                                                  (int)C, pad_token);
+    launchCheck("embedding_backward_kernel2");
+}
+
+// ----------------------------------------------------------------------------
+// kernel 3, as in train_moe.cu
+
+// out[n,:] = embed_tokens[tokens[n],:]
+// A warp owns a row, a lane the 16-byte pieces lane, lane + 32, ... of it. Bandwidth: 4*C bytes a token.
+__global__ void embedding_forward_kernel3(bf16* out, const int* tokens, const bf16* embed_tokens, size_t N, int C) {
+    size_t n = blockIdx.x * (size_t)(blockDim.x / 32) + threadIdx.x / 32;
+    if (n >= N) { return; }
+    const bf16* row = embed_tokens + (size_t)tokens[n] * C;
+    for (int c = threadIdx.x % 32 * 8; c < C; c += 32 * 8) { store16(out + n * C + c, load16(row + c)); }
+}
+
+void embedding_forward(bf16* out, const int* tokens, const bf16* embed_tokens, size_t N, size_t C,
+                       cudaStream_t stream) {
+    // out (N,C) =
+    if (N * C == 0) { return; }
+    if (C % 8 != 0) { fatal("embedding_forward: C must be a multiple of 8, is %zu", C); }
+    const int warps = 8;
+    embedding_forward_kernel3<<<ceil_div(N, warps), warps * 32, 0, stream>>>(out, tokens, embed_tokens, N, (int)C);
+    launchCheck("embedding_forward_kernel3");
+}
+
+enum { LONG_RUN = 32, RUN_COLUMNS = 128, RUN_GROUPS = 16 };
+
+// Runs of fewer than LONG_RUN equal tokens: nearly all tokens of a batch. d_embed_tokens[token,:] += its rows of d_out.
+// A warp owns a sorted position and goes home at once where no run begins, or a long one. The lanes look at the next 32
+// positions together; then a lane owns 4 columns of every 128. Bandwidth: 2*C bytes a token, 8*C a different token.
+__global__ void embedding_backward_kernel3(float* d_embed_tokens, const bf16* d_out, const int* tokens,
+                                           const int* token_order, size_t N, int C, int pad_token) {
+    size_t i = blockIdx.x * (size_t)(blockDim.x / 32) + threadIdx.x / 32;
+    if (i >= N) { return; }
+    int lane = threadIdx.x % 32, token = tokens[token_order[i]];
+    if (token == pad_token || (i > 0 && tokens[token_order[i - 1]] == token)) { return; }
+    bool equal = i + lane < N && tokens[token_order[i + lane]] == token;
+    int length = __popc(__ballot_sync(0xffffffff, equal));
+    if (length == LONG_RUN) { return; }
+    float* row = d_embed_tokens + (size_t)token * C;
+    for (int c = lane * 4; c < C; c += 32 * 4) {
+        float4 sum = *(float4*)(row + c);
+        for (int j = 0; j < length; j++) { add4(sum, d_out + (size_t)token_order[i + j] * C + c); }
+        *(float4*)(row + c) = sum;
+    }
+}
+
+// Runs of LONG_RUN and more: a comma may be a twentieth of a batch, and one warp would still add when all others are
+// done. Each such run contains multiples of LONG_RUN; the block of the first of them owns RUN_COLUMNS columns of it (the
+// blocks of the others go home). 16 threads read 256 bytes of a row, so the block has RUN_GROUPS rows at a time; the
+// groups' sums are added in the order of the groups.
+__global__ void embedding_backward_long_kernel3(float* d_embed_tokens, const bf16* d_out, const int* tokens,
+                                                const int* token_order, size_t N, int C, int pad_token) {
+    __shared__ float sums[RUN_GROUPS][RUN_COLUMNS];
+    size_t at = (size_t)blockIdx.x * LONG_RUN;
+    int lane = threadIdx.x % 32, token = tokens[token_order[at]];
+    if (token == pad_token || (at > 0 && tokens[token_order[at - LONG_RUN]] == token)) { return; }
+    bool before = at > 0 && tokens[token_order[at - 1 - lane]] == token;
+    size_t begin = at - __popc(__ballot_sync(0xffffffff, before));
+    if (begin + LONG_RUN > N || tokens[token_order[begin + LONG_RUN - 1]] != token) { return; }
+
+    size_t last = begin + LONG_RUN - 1, end = N; // `last` is in the run, `end` is not: 32 guesses between them at once
+    while (end - last > 1) {
+        size_t step = ceil_div(end - last, 32), guess = last + (lane + 1) * step;
+        bool inside = guess < end && tokens[token_order[guess]] == token;
+        last += __popc(__ballot_sync(0xffffffff, inside)) * step;
+        end = last + step < end ? last + step : end;
+    }
+
+    float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    int column = threadIdx.x % 16 * 8, first_column = blockIdx.y * RUN_COLUMNS, group = threadIdx.x / 16;
+    if (first_column + column < C) {
+        #pragma unroll 4
+        for (size_t i = begin + group; i < end; i += RUN_GROUPS) {
+            float x[8];
+            load8(x, d_out + (size_t)token_order[i] * C + first_column + column);
+            for (int j = 0; j < 8; j++) { sum[j] += x[j]; }
+        }
+    }
+    for (int j = 0; j < 8; j++) { sums[group][column + j] = sum[j]; }
+    __syncthreads(); // the sums of all groups are there
+    column = threadIdx.x;
+    if (column < RUN_COLUMNS && first_column + column < C) {
+        float total = 0;
+        for (group = 0; group < RUN_GROUPS; group++) { total += sums[group][column]; }
+        d_embed_tokens[(size_t)token * C + first_column + column] += total;
+    }
+}
+
+void embedding_backward(float* d_embed_tokens, const bf16* d_out, const int* tokens, const int* token_order, size_t N,
+                        size_t C, int pad_token, cudaStream_t stream) {
+    // d_embed_tokens[tokens[n],:] += d_out[n,:] except for pad_token (-1: none). token_order (N): see sort_tokens in
+    // llmc/dataloader.h. The two launches write different rows.
+    if (N * C == 0) { return; }
+    if (C % 8 != 0) { fatal("embedding_backward: C must be a multiple of 8, is %zu", C); }
+    const int warps = 8;
+    embedding_backward_kernel3<<<ceil_div(N, warps), warps * 32, 0, stream>>>(d_embed_tokens, d_out, tokens,
+                                                                             token_order, N, (int)C, pad_token);
+    launchCheck("embedding_backward_kernel3");
+    dim3 grid(ceil_div(N, LONG_RUN), ceil_div(C, RUN_COLUMNS));
+    embedding_backward_long_kernel3<<<grid, RUN_GROUPS * 16, 0, stream>>>(d_embed_tokens, d_out, tokens, token_order, N,
+                                                                        (int)C, pad_token);
+    launchCheck("embedding_backward_long_kernel3");
+}
+
+// ----------------------------------------------------------------------------
+// checks
+
+void forward(int kernel, bf16* out, const int* tokens, const bf16* embed_tokens, size_t N, size_t C) {
+    if (kernel == 1) { embedding_forward1(out, tokens, embed_tokens, N, C, 0); }
+    if (kernel == 2) { embedding_forward2(out, tokens, embed_tokens, N, C, 0); }
+    if (kernel == 3) { embedding_forward(out, tokens, embed_tokens, N, C, 0); }
+}
+void backward(int kernel, float* d_embed_tokens, const bf16* d_out, const int* tokens, const int* token_order, size_t N,
+              size_t C, int pad_token) {
+    if (kernel == 1) { embedding_backward1(d_embed_tokens, d_out, tokens, token_order, N, C, pad_token, 0); }
+    if (kernel == 2) { embedding_backward2(d_embed_tokens, d_out, tokens, token_order, N, C, pad_token, 0); }
+    if (kernel == 3) { embedding_backward(d_embed_tokens, d_out, tokens, token_order, N, C, pad_token, 0); }
+}
+
+std::vector<int> order_of(const std::vector<int>& tokens, int V) {
+    std::vector<int> order(tokens.size()), scratch(V);
+    sort_tokens(order.data(), tokens.data(), tokens.size(), V, scratch.data());
+    return order;
+}
+
+void check(int kernel, const char* what, const std::vector<int>& tokens, size_t C, int V, int pad_token) {
+    size_t N = tokens.size();
+    std::vector<float> table = random_floats(V * C, 1, 1), gradient = random_floats(N * C, 1, 2), want(N * C);
+    Device<int> device_tokens(tokens), token_order(order_of(tokens, V));
+
+    Device<bf16> out(N * C), embed_tokens(to_bf16(table));
+    forward(kernel, out, device_tokens, embed_tokens, N, C);
+    cpu::embedding_forward(want.data(), tokens.data(), table.data(), N, C);
+    check_equal(what, out.get(), to_bf16(want));
+
+    std::vector<float> sums = random_floats(V * C, 1, 3); // += : something is there already
+    Device<float> d_embed_tokens(sums);
+    Device<bf16> d_out(to_bf16(gradient));
+    backward(kernel, d_embed_tokens, d_out, device_tokens, token_order, N, C, pad_token);
+    cpu::embedding_backward(sums.data(), gradient.data(), tokens.data(), N, C, V, pad_token, 1);
+    check_f32(what, d_embed_tokens.get(), sums); // long runs are summed in groups, so not bit for bit
+}
+
+// Tokens as frequent as words are: the k-th with a probability that falls like 1/k. The most frequent one is about 8 %.
+std::vector<int> zipf_tokens(size_t N, int V) {
+    std::vector<int> tokens(N);
+    for (size_t n = 0; n < N; n++) {
+        uint64_t state = hash64(n + 1);
+        tokens[n] = std::min(V - 1, (int)exp(rng_uniform(&state) * log((double)V)) - 1);
+    }
+    return tokens;
+}
+
+void check_all(int kernel) {
+    check(kernel, "one token", {2}, 8, 3, -1);
+    check(kernel, "padding token", {1, 0, 1, 2, 0}, 24, 3, 1);
+    check(kernel, "all the same", std::vector<int>(200, 4), 136, 5, -1);
+    check(kernel, "all padding", std::vector<int>(70, 4), 136, 5, 4);
+    for (int length = 30; length <= 35; length++) { // runs about as long as LONG_RUN, beginning anywhere
+        std::vector<int> tokens;
+        for (int token = 0; token < 6; token++) { tokens.insert(tokens.end(), token == 3 ? 5 : length, token); }
+        check(kernel, "runs about LONG_RUN", tokens, 16, 6, 5);
+    }
+    check(kernel, "Zipf", zipf_tokens(777, 50), 328, 50, 0);
+    if (dev_long()) { check(kernel, "smol-500m", zipf_tokens(8 * 4096, 151936), 896, 151936, -1); }
+}
+
+void bench_all(int kernel) {
+    size_t N = 8 * 4096, C = 896;
+    int V = 151936;
+    std::vector<int> tokens = zipf_tokens(N, V), order = order_of(tokens, V), seen(V);
+    size_t different = 0;
+    for (int token : tokens) { different += seen[token]++ == 0; }
+    Device<int> device_tokens(tokens), token_order(order);
+    Device<bf16> out(N * C), embed_tokens(to_bf16(random_floats(V * C, 1, 1)));
+    Device<float> d_embed_tokens(V * C);
+    cudaCheck(cudaMemset(d_embed_tokens, 0, V * C * sizeof(float)));
+    std::string name = " kernel " + std::to_string(kernel) + ", N 32768, C 896";
+    double bytes = 2.0 * C * N + 2.0 * C * different; // a row that is read again comes from the cache
+    bench(("embedding_forward" + name).c_str(), bytes, 0, [&] { forward(kernel, out, device_tokens, embed_tokens, N, C); });
+    forward(kernel, out, device_tokens, embed_tokens, N, C);
+    bench(("embedding_backward" + name).c_str(), 2.0 * C * N + 8.0 * C * different, 0,
+          [&] { backward(kernel, d_embed_tokens, out, device_tokens, token_order, N, C, -1); });
+    Device<int> same(std::vector<int>(N, 7)), same_order(order_of(std::vector<int>(N, 7), V));
+    bench(("embedding_backward" + name + ", all the same token").c_str(), 2.0 * C * N, 0,
+          [&] { backward(kernel, d_embed_tokens, out, same, same_order, N, C, -1); });
+}
+
+int main(int argc, char** argv) {
+    dev_open(argc, argv, NUM_KERNELS);
+    for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
+        if (!dev_runs(kernel)) { continue; }
+        check_all(kernel);
+        if (dev_benchmarks()) { bench_all(kernel); }
+    }
+    return dev_close();
+}
