@@ -487,7 +487,7 @@ static inline void options_help(FILE* file, int program) {
         size_t n = strlen(others);
         snprintf(others + n, sizeof(others) - n, " --%s", option_table[i].name);
     }
-    fprintf(file, "\nonly in %s\n", program == PROGRAM_CPU ? "train_moe, the GPU trainer (being built)" : "train_moe_cpu");
+    fprintf(file, "\nonly in %s\n", program == PROGRAM_CPU ? "train_moe (the GPU trainer)" : "train_moe_cpu");
     help_wrapped(file, others + 1, 0, 6);
 }
 

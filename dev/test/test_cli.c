@@ -295,7 +295,7 @@ static void help_names_every_option_within_96_columns(void) {
     CHECK(no_line_longer_than(cpu, 96) && no_line_longer_than(gpu, 96));
     CHECK_CONTAINS(cpu, "sequences a microbatch a rank [8]");
     CHECK_CONTAINS(cpu, "--loader inline|prefetch");
-    CHECK_CONTAINS(cpu, "only in train_moe, the GPU trainer (being built)\n      --master");
+    CHECK_CONTAINS(cpu, "only in train_moe (the GPU trainer)\n      --master");
     CHECK_CONTAINS(gpu, "only in train_moe_cpu\n      --threads");
     free(cpu);
     free(gpu);
