@@ -1,0 +1,53 @@
+// cuda_device.h: is there a GPU here, and can it run this very program? Each way in which it cannot has its own message
+// and names what to do instead.
+#ifndef LLMC_CUDA_DEVICE_H
+#define LLMC_CUDA_DEVICE_H
+
+#include "check.h"
+#include "cuda_check.h"
+
+// The number of GPUs, at least 1.
+static inline int cuda_count_devices(void) {
+    const char* instead = "train_moe_cpu trains on the CPU, `make train_moe_emu` builds this program for an emulator";
+    int count = 0, driver = 0, runtime = 0;
+    cudaError_t status = cudaGetDeviceCount(&count);
+    if (cudaDriverGetVersion(&driver) != cudaSuccess) { driver = 0; } // 0: no driver is installed
+    if (cudaRuntimeGetVersion(&runtime) != cudaSuccess) { runtime = CUDART_VERSION; }
+    if (driver == 0) {
+        fatal("no GPU: NVIDIA's driver is not installed here (in a container: docker run --gpus all); %s", instead);
+    }
+    if (status == cudaErrorNoDevice || (status == cudaSuccess && count == 0)) {
+        fatal("no GPU: the driver finds none (does nvidia-smi list one? is CUDA_VISIBLE_DEVICES set?); %s", instead);
+    }
+    if (status == cudaErrorInsufficientDriver) {
+        fatal("the NVIDIA driver is too old: it knows CUDA up to %d.%d, this program was built with %d.%d. Update the "
+              "driver, or build with a toolkit that is no newer; %s", driver / 1000, driver % 100 / 10, runtime / 1000,
+              runtime % 100 / 10, instead);
+    }
+    if (status != cudaSuccess) { fatal("no GPU can be used: %s; %s", cudaGetErrorString(status), instead); }
+    return count;
+}
+
+// Makes `device` this process's GPU, the only place that does. kernel: any kernel of the program; that the driver can
+// load it shows that the program was built for this GPU.
+template <class Kernel> inline cudaDeviceProp cuda_use_device(int device, Kernel kernel) {
+    cudaDeviceProp p;
+    cudaFuncAttributes attributes;
+    cudaCheck(cudaSetDevice(device));
+    cudaCheck(cudaGetDeviceProperties(&p, device));
+    if (p.major < 8) {
+        fatal("the GPU (%s) has compute capability %d.%d, and bf16 on tensor cores needs 8.0 (Ampere) or newer: use "
+              "train_moe_cpu, or `make train_moe_emu`, this program in an emulator", p.name, p.major, p.minor);
+    }
+    cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+    if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction ||
+        status == cudaErrorUnsupportedPtxVersion) {
+        fatal("this program was not built for %s (sm_%d%d): %s. Build it on this machine (make clean; make train_moe), "
+              "or with make train_moe GPU_ARCH=sm_%d%d; train_moe_cpu and `make train_moe_emu` need no GPU", p.name,
+              p.major, p.minor, cudaGetErrorString(status), p.major, p.minor);
+    }
+    cuda_check(status, "cudaFuncGetAttributes", __FILE__, __LINE__);
+    return p;
+}
+
+#endif
