@@ -1,7 +1,10 @@
 """What the tests of the whole trainer share: tiny data, short command lines, and comparing two runs bit for bit.
 
-PROGRAM is the trainer under test, an absolute path. Threads that wait do so asleep (OMP_WAIT_POLICY): on a machine that has
-other work, spinning ones make a step of a tiny model take half a second in place of two milliseconds."""
+PROGRAM is the trainer under test, an absolute path; the environment's TRAINER names another one than train_moe_cpu. Most tests
+say the same of every trainer; @cpu_test marks those that are left out with a GPU trainer, above all where it is emulated: a step
+of the tiny model takes it not 2 ms but half a second.
+Threads that wait do so asleep (OMP_WAIT_POLICY): on a machine that has other work, spinning ones make a step of a tiny model take
+half a second in place of two milliseconds."""
 
 import json
 import os
@@ -15,9 +18,41 @@ from harness import *
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["ASAN_OPTIONS"] = "detect_leaks=0"  # a program that stops with an error does not tidy up
-PROGRAM = os.path.join(ROOT, os.environ.get("PROGRAM", "train_moe_cpu"))
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the emulator's matrix products are small
+CPU_TRAINER = os.path.join(ROOT, "train_moe_cpu")
+PROGRAM = os.path.join(ROOT, os.environ.get("TRAINER", CPU_TRAINER))
+GPU = not os.path.basename(PROGRAM).startswith("train_moe_cpu")
 EOT = 256
 TIMES = ("step_ms", "tokens_per_s", "mfu", "gemm_share", "phases", "mem")  # what no two runs have in common
+
+
+def cpu_test(function):
+    """Marks a test that is not for the GPU trainer: what it proves lies in code that both share, or is proved there in another way."""
+    return function if GPU else test(function)
+
+
+def tensors_of(path):
+    """The tensors of a safetensors file, BF16 ones as float32 (numpy has no such type)."""
+    content = read(path)
+    size = int.from_bytes(content[:8], "little")
+    found = {}
+    for name, t in json.loads(content[8:8 + size]).items():
+        if name == "__metadata__":
+            continue
+        begin, end = (8 + size + at for at in t["data_offsets"])
+        if t["dtype"] == "BF16":
+            bits = np.frombuffer(content[begin:end], np.uint16).astype(np.uint32) << 16
+            found[name] = bits.view(np.float32).reshape(t["shape"])
+        else:
+            dtype = {"F32": np.float32, "I32": np.int32, "F16": np.float16}[t["dtype"]]
+            found[name] = np.frombuffer(content[begin:end], dtype).reshape(t["shape"])
+    return found
+
+
+def round_bf16(x):
+    """float32 numbers rounded to the nearest bf16, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    return (((bits + 0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint32) << 16).view(np.float32).reshape(x.shape)
 
 
 def text_of(num_documents, seed=1):

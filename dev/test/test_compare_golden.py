@@ -136,6 +136,26 @@ def wrong_parameters_after_ten_steps_fail():
 
 
 @test
+def bf16_limits_let_rounding_pass_and_no_more():
+    name = "grad.model.layers.0.self_attn.k_norm.weight"  # too small to move the gradients as a whole
+    def failed(change, fixture="aux"):
+        golden, _, _, dump = honest(fixture)
+        change(dump)
+        return [q for q, *_ in compare(golden, save("dump.safetensors", dump), bf16=True).failed()]
+    def scaled(tensor, by):
+        return lambda d: d[tensor].__imul__(np.float32(1 + by))
+    for change, limit in ((lambda d: d["loss"].__iadd__(np.float32(0.009)), None), (lambda d: d["loss"].__iadd__(np.float32(0.011)), "loss"),
+                          (scaled("logits", 0.029), None), (scaled("logits", 0.031), "logits"),
+                          (scaled(name, 0.14), None), (scaled(name, 0.16), name), (lambda d: d[name].fill(np.nan), name),
+                          (lambda d: [scaled(n, 0.049)(d) for n in d if n.startswith("grad.")], None),
+                          (lambda d: [scaled(n, 0.051)(d) for n in d if n.startswith("grad.")], "gradients, all together")):
+        found = failed(change)
+        check(bool(found) == bool(limit) and (not limit or limit in found), f"failed: {found}, expected {limit}")
+    idle = "grad.model.layers.1.mlp.experts.2.up_proj.weight"
+    check(idle in failed(lambda d: d[idle].__setitem__((0, 0), 1e-30), "tied"), "an idle expert's gradient need not be zero")
+
+
+@test
 def command_exits_1_on_failure_and_on_a_missing_file():
     golden, _, _, dump = honest("odd")
     command = [sys.executable, "dev/test/compare_golden.py", golden, save("dump.safetensors", dump)]

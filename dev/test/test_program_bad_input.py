@@ -1,14 +1,13 @@
 """Whatever is wrong with files or options ends the program with one line that says what, where and what to do, with exit code 1,
 and changes nothing that was there. A row: a name, a function that gives the command's options, what the line must contain.
-run.sh runs this table twice, the second time with the sanitized build (TRAINER says which program). The C tests know more
-variants of the same faults; here the claim is that they arrive at the user."""
+run.sh runs this table with train_moe_cpu, with its sanitized build, and with the GPU trainer. The C tests know more variants of the
+same faults; here the claim is that they arrive at the user."""
 
 import atexit
 import os
 import shutil
 import tempfile
 
-os.environ.setdefault("PROGRAM", os.environ.get("TRAINER", "train_moe_cpu"))
 from program import *
 
 HOME = tempfile.mkdtemp(prefix="moe-test-input-")  # good files that all rows share
@@ -25,7 +24,7 @@ FOREIGN = write(HOME + "/letter.txt", "Dear reader, this is no file of ours.\n" 
 
 
 def prepare():
-    run([PROGRAM, *RUN, "--out", os.path.dirname(MODEL)])
+    run([CPU_TRAINER, *RUN, "--out", os.path.dirname(MODEL)])  # in F32, which numpy can read and write
     run([PROGRAM, *TINY[:-1], 2, "--train-data", GOOD, "--save-every", 1, "--out", CHECKPOINTS, "--metrics", OLD_METRICS])
 
 
@@ -305,9 +304,14 @@ row("option_beyond_64_bits", [*RUN, "--seed", "99999999999999999999"], "--seed",
 row("option_with_more_behind_it", [*RUN, "--keep", "3x"], "--keep: '3x' is not a whole number")
 row("option_stray", [*RUN, "more"], "unexpected argument 'more'")
 row("option_pattern_split_by_the_shell", [*RUN, "b.bin"], "quote the pattern")
-row("option_gpu_only", [*RUN, "--master", 0], "--master is honoured by train_moe alone")
-row("option_choice_gpu_only", [*RUN, "--attention", "cudnn"], "--attention cudnn", "train_moe")
-row("option_precision", [*RUN, "--precision", "bf16"], "--precision bf16")
+if GPU:
+    row("option_cpu_only", [*RUN, "--threads", 2], "--threads is honoured by train_moe_cpu alone")
+    row("option_choice_not_built", [*RUN, "--attention", "cudnn"], "--attention cudnn", "USE_CUDNN=1")
+    row("option_precision", [*RUN, "--precision", "fp32"], "--precision fp32", "train_moe computes in bf16")
+else:
+    row("option_gpu_only", [*RUN, "--master", 0], "--master is honoured by train_moe alone")
+    row("option_choice_gpu_only", [*RUN, "--attention", "cudnn"], "--attention cudnn", "train_moe")
+    row("option_precision", [*RUN, "--precision", "bf16"], "--precision bf16")
 row("option_choice_unknown", [*RUN, "--experts", "magic"], "--experts must be one of loop|grouped")
 row("options_for_two_models", [*RUN, "--config", "x"], "--model and --config exclude each other")
 row("options_for_two_kinds_of_data", [*RUN[:2], "--train-data", GOOD, "--batch", BATCH], "--train-data and --batch exclude each other")
@@ -320,7 +324,7 @@ row("min_lr_above_lr", [*RUN, "--lr", "1e-4", "--min-lr", "1e-3"], "--min-lr 0.0
 for option, value, bounds in [
         ("batch-size", 0, "[1,"), ("seq-len", 0, "[1,"), ("grad-accum", 0, "[1,"), ("steps", -1, "at least 0"),
         ("lr", -1, "at least 0"), ("warmup-steps", -1, "at least 0"), ("weight-decay", -0.1, "at least 0"), ("beta1", 1, "[0,1)"),
-        ("beta2", 1.5, "[0,1)"), ("eps", 0, "above 0"), ("grad-clip", -1, "at least 0"), ("seed", -1, "[0,"), ("threads", 0, "[1,"),
+        ("beta2", 1.5, "[0,1)"), ("eps", 0, "above 0"), ("grad-clip", -1, "at least 0"), ("seed", -1, "[0,"), *([] if GPU else [("threads", 0, "[1,")]),
         ("temperature", -1, "at least 0"), ("top-p", 0, "(0,1]"), ("top-k", -1, "[0,"), ("val-steps", -1, "at least 0"),
         ("keep", -1, "[0,"), ("aux-loss-coef", -1, "at least 0")]:
     start_of_run = [o for o in RUN if o != f"--{option}"]

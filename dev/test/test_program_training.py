@@ -1,5 +1,6 @@
 """What a run computes, says and writes, with the whole trainer: the same for the same command, however it is split, whatever it
-is switched to; learning rates, sizes and memory against independent sums; a run that goes wrong stops in time."""
+is switched to; learning rates, sizes and memory against independent sums; a run that goes wrong stops in time. run.sh runs what is
+marked @test with the GPU trainer, too; of its numbers test_gpu_trainer.py says more."""
 
 import math
 import resource
@@ -9,6 +10,7 @@ from program import *
 
 TINY = [PROGRAM, "--model", "tiny", "--batch-size", 2, "--seq-len", 16, "--lr", "1e-2"]
 GOLDENS = os.path.join(ROOT, "dev", "test", "goldens")
+FEW = 2 if GPU else 8  # steps, where a few would prove as much
 
 
 def stories(name="train", seed=1, documents=60):
@@ -31,7 +33,7 @@ def the_same_command_twice_gives_the_same_bytes():  # N22; relative paths, so th
     stories()
     for name in ("a", "b"):
         os.makedirs(folder(name))
-        run([*TINY, "--train-data", "../data/train.bin", "--steps", 20, "--save-every", 10, "--out", "out", "--metrics", "m.jsonl"],
+        run([*TINY, "--train-data", "../data/train.bin", "--steps", 2 * FEW, "--save-every", FEW, "--out", "out", "--metrics", "m.jsonl"],
             cwd=folder(name))
     check_same_metrics(metrics(folder("a/m.jsonl")), metrics(folder("b/m.jsonl")))
     a, b = files_in(folder("a/out")), files_in(folder("b/out"))
@@ -41,13 +43,13 @@ def the_same_command_twice_gives_the_same_bytes():  # N22; relative paths, so th
 
 @test
 def sampling_and_validation_change_no_bit_of_training():  # U4, N8, M18
-    plain = train("plain", steps=8)
-    seen = train("seen", "--val-data", stories("val", seed=2), "--val-every", 1, "--sample-every", 1, steps=8)
+    plain = train("plain", steps=FEW)
+    seen = train("seen", "--val-data", stories("val", seed=2), "--val-every", 1, "--val-steps", FEW, "--sample-every", 1, steps=FEW)
     check(all("val_loss" in line for line in seen), "there was no validation")
     check_same_metrics(plain, [{k: v for k, v in line.items() if k != "val_loss"} for line in seen])
 
 
-@test
+@cpu_test
 def each_speed_switch_alone_gives_the_same_losses():
     default = [line["loss"] for line in train("default", steps=8)]
     for switch in (["--attention", "naive"], ["--experts", "loop"], ["--optimizer", "simple"], ["--loader", "inline"], ["--threads", 1]):
@@ -56,12 +58,12 @@ def each_speed_switch_alone_gives_the_same_losses():
             check_near(a, b, 1e-5 * step * a, f"{' '.join(map(str, switch))}, loss of step {step}")
 
 
-@test
+@cpu_test
 def threads_change_no_bit():
     check_same_metrics(train("one", "--threads", 1, steps=8), train("two", "--threads", 2, steps=8))
 
 
-@test
+@cpu_test
 def accumulation_of_the_same_tokens_gives_the_same_loss_and_norm():  # N7; the balance loss is per microbatch by definition
     def first(name, B, A):
         line = train(name, "--grad-accum", A, "--aux-loss-coef", 0, base=[*TINY[:3], "--batch-size", B, *TINY[5:]], steps=3)
@@ -73,7 +75,7 @@ def accumulation_of_the_same_tokens_gives_the_same_loss_and_norm():  # N7; the b
             check_near(a[1], b[1], 2e-5 * step * a[1], f"accumulation {A}, gradient norm of step {step}")
 
 
-@test
+@cpu_test
 def accumulation_of_one_batch_file_changes_nothing():  # N7
     batch = batch_file(folder("batch.safetensors"), 3, 12)
     runs = [train(f"{A}", "--batch", batch, "--grad-accum", A, data=False, base=[*TINY[:3], "--lr", "1e-2"]) for A in (1, 2, 4)]
@@ -124,7 +126,7 @@ def no_token_sees_the_document_before_its_own():  # D10
 # it learns, it stops
 
 
-@test
+@cpu_test
 def one_batch_is_overfitted_below_a_tenth_in_200_steps():  # U5
     batch = batch_file(folder("batch.safetensors"), 4, 16)
     lines = train("over", "--batch", batch, steps=200, data=False, base=[PROGRAM, "--model", "tiny", "--lr", "5e-3"])
@@ -142,7 +144,7 @@ def a_loss_that_is_not_finite_stops_before_the_update():  # N12, N14
     check(2 <= step <= 4, line)
     check(steps_in(out) == list(range(1, step)) and column(folder("m.jsonl"), "step") == list(range(1, step)), f"{steps_in(out)}")
     check(not [n for n in os.listdir(out) if n.startswith(".saving")], "it left half a checkpoint")
-    for tensor in load_file(step_folder(out, step - 1) + "/model.safetensors").values():
+    for tensor in tensors_of(step_folder(out, step - 1) + "/model.safetensors").values():
         check(np.isfinite(tensor).all(), "the last checkpoint is not finite")
     json.loads(read(folder("t.json")))
 
@@ -168,7 +170,7 @@ def rate(schedule, step, steps, warmup, lr, low):
     return lr if schedule == "constant" or step < first else low + (lr - low) * (1 - (step - first) / (steps - first))
 
 
-@test
+@cpu_test
 def learning_rates_are_those_of_the_formula():  # N23 to N25
     for schedule in ("constant", "cosine", "wsd"):
         for warmup in (0, 1, 4, 10, 11):
@@ -204,7 +206,7 @@ def plan(*options):
     return text, rows
 
 
-@test
+@cpu_test
 def dry_run_counts_as_an_independent_sum_does():  # N3; without allocating: the address space is limited
     config = write(folder("config.json"), json.dumps(QWEN_30B))
     for options, c in ((["--model", "smol-500m"], SMOL), (["--config", config], QWEN_30B)):
@@ -220,7 +222,7 @@ def dry_run_counts_as_an_independent_sum_does():  # N3; without allocating: the 
     check("  total " in run(limited).out, "no plan")
 
 
-@test
+@cpu_test
 def dry_run_names_the_largest_batch_that_fits():  # U2
     _, rows = plan("--model", "demo", "--batch-size", 16, "--seq-len", 256)
     def advice(gib):
@@ -230,7 +232,7 @@ def dry_run_names_the_largest_batch_that_fits():  # U2
     check("not even --batch-size 1" in advice(0.001), advice(0.001))
 
 
-@test
+@cpu_test
 def a_run_that_cannot_fit_into_the_machine_is_told_what_would():  # U2; not left to the kernel, which kills
     most = int(run([PROGRAM, "--model", "demo", "--seq-len", 256, "--dry-run"]).out.rsplit("--batch-size ", 1)[1])
     data = shard(folder("data/long.bin"), np.zeros((most + 2) * 256, np.uint32))
@@ -238,7 +240,7 @@ def a_run_that_cannot_fit_into_the_machine_is_told_what_would():  # U2; not left
                  "GiB of memory", f"at most --batch-size {most} fits")
 
 
-@test
+@cpu_test
 def peak_memory_is_what_dry_run_says():
     size = ["--model", "demo", "--batch-size", 32, "--seq-len", 256]
     planned = plan(*size)[1]["total"] * 2**20
@@ -255,14 +257,14 @@ def peak_memory_is_what_dry_run_says():
 # other modes
 
 
-def trained_model():
+def trained_model(steps=30):
     """A tiny model that has learnt a little, with a tokenizer, and its text."""
     text = write(folder("text/a.txt"), text_of(60))
-    run([*TINY, "--tokenize", "inline", "--train-data", text, "--steps", 30, "--out", folder("out")])
-    return step_folder(folder("out"), 30)
+    run([*TINY, "--tokenize", "inline", "--train-data", text, "--steps", steps, "--out", folder("out")])
+    return step_folder(folder("out"), steps)
 
 
-@test
+@cpu_test
 def generation_at_temperature_zero_is_greedy():
     model = trained_model()
     command = [PROGRAM, "--init", model, "--seq-len", 24, "--generate", 20, "--temperature", 0, "--prompt", "ab"]
@@ -280,8 +282,8 @@ def generation_at_temperature_zero_is_greedy():
 
 @test
 def generation_follows_its_seed_and_stays_inside_the_context():  # D7
-    model = trained_model()
-    command = [PROGRAM, "--init", model, "--seq-len", 8, "--generate", 60]
+    model = trained_model(steps=FEW)
+    command = [PROGRAM, "--init", model, "--seq-len", 8, "--generate", 20 if GPU else 60]
     a, b, c = (run([*command, "--seed", seed]).out for seed in (1, 1, 2))
     check(a == b and a != c, "the seed does not decide")
     check(max(len(line) for line in a.splitlines()) <= 8, "a document is longer than the context")
@@ -289,7 +291,7 @@ def generation_follows_its_seed_and_stays_inside_the_context():  # D7
 
 @test
 def eval_equals_the_validation_loss_of_training():  # N26: also with all of the data, and none of it twice
-    val = ["--val-data", stories("val", seed=2, documents=30)]
+    val = ["--val-data", stories("val", seed=2, documents=4 if GPU else 30)]
     lines = train("m", *val, "--val-every", 2, "--val-steps", 0, "--save-every", 2, "--out", folder("out"), steps=5)
     check([("val_loss" in line) for line in lines] == [False, True, False, True, True], "validated at other steps")
     for step in (2, 4, 5):
@@ -307,7 +309,7 @@ def a_run_of_no_steps_saves_what_it_began_with():
     check("step 1/1" in again.out and steps_in(folder("out")) == [0, 1], again.out)
 
 
-@test
+@cpu_test
 def a_folder_name_with_spaces_works():  # U1
     out = folder("a folder with spaces/and another")
     run([*TINY, "--train-data", stories(), "--steps", 1, "--out", out])
@@ -341,7 +343,7 @@ def metrics_have_the_fields_of_the_design():
 def load_is_measured_without_a_balance_loss_and_where_it_is_there():  # M10, M23
     golden = os.path.join(GOLDENS, "mixed")
     batch = os.path.join(golden, "golden.safetensors")
-    line = train("m", "--init", golden, "--batch", batch, "--aux-loss-coef", 0, steps=1, data=False, base=[PROGRAM])[0]
+    line = train("m", "--init", golden, "--batch", batch, "--force-routing", "--aux-loss-coef", 0, steps=1, data=False, base=[PROGRAM])[0]
     dense = [l for l in range(len(line["expert_load"])) if f"router.layers.{l}.logits" not in load_file(batch)]
     check(dense and "aux_loss" not in line, "this golden has no dense layer")
     for l, load in enumerate(line["expert_load"]):
@@ -354,7 +356,7 @@ def load_is_measured_without_a_balance_loss_and_where_it_is_there():  # M10, M23
         check(line["dead_experts"][l] == int((counts == 0).sum()), f"experts without a token in layer {l}")
 
 
-@test
+@cpu_test
 def the_profile_adds_up_to_the_step():
     text = run([*TINY, "--train-data", stories(), "--steps", 6, "--profile"]).out
     table = [line.split() for line in text[text.index("profile: mean of 5 steps"):].splitlines()[2:]]
@@ -387,10 +389,10 @@ def the_trace_is_json_with_phases_inside_their_boxes():
 
 @test
 def the_last_line_is_the_last_step():  # U9
-    r = run([*TINY, "--train-data", stories(), "--steps", 7, "--metrics", folder("m.jsonl")])
+    r = run([*TINY, "--train-data", stories(), "--steps", FEW, "--metrics", folder("m.jsonl")])
     last = [line for line in r.out.splitlines() if line.startswith("step ")][-1]
-    check(last.startswith("step 7/7 | loss ") and f"{metrics(folder('m.jsonl'))[-1]['loss']:.4f}" in last, last)
-    check(column(folder("m.jsonl"), "step") == list(range(1, 8)), "steps in the metrics")
+    check(last.startswith(f"step {FEW}/{FEW} | loss ") and f"{metrics(folder('m.jsonl'))[-1]['loss']:.4f}" in last, last)
+    check(column(folder("m.jsonl"), "step") == list(range(1, FEW + 1)), "steps in the metrics")
 
 
 main()
