@@ -146,8 +146,8 @@ __global__ void embedding_backward_kernel3(float* d_embed_tokens, const bf16* d_
 }
 
 // Runs of LONG_RUN and more: a comma may be a twentieth of a batch, and one warp would still add when all others are
-// done. Each such run contains multiples of LONG_RUN; the block of the first of them owns RUN_COLUMNS columns of it (the
-// blocks of the others go home). 16 threads read 256 bytes of a row, so the block has RUN_GROUPS rows at a time; the
+// done. Each such run contains multiples of LONG_RUN; the block of the first of them owns RUN_COLUMNS columns of it,
+// the blocks of the others go home. 16 threads read 256 bytes of a row, so the block has RUN_GROUPS rows at a time; the
 // groups' sums are added in the order of the groups.
 __global__ void embedding_backward_long_kernel3(float* d_embed_tokens, const bf16* d_out, const int* tokens,
                                                 const int* token_order, size_t N, int C, int pad_token) {
@@ -278,7 +278,8 @@ void bench_all(int kernel) {
     cudaCheck(cudaMemset(d_embed_tokens, 0, V * C * sizeof(float)));
     std::string name = " kernel " + std::to_string(kernel) + ", N 32768, C 896";
     double bytes = 2.0 * C * N + 2.0 * C * different; // a row that is read again comes from the cache
-    bench(("embedding_forward" + name).c_str(), bytes, 0, [&] { forward(kernel, out, device_tokens, embed_tokens, N, C); });
+    bench(("embedding_forward" + name).c_str(), bytes, 0,
+          [&] { forward(kernel, out, device_tokens, embed_tokens, N, C); });
     forward(kernel, out, device_tokens, embed_tokens, N, C);
     bench(("embedding_backward" + name).c_str(), 2.0 * C * N + 8.0 * C * different, 0,
           [&] { backward(kernel, d_embed_tokens, out, device_tokens, token_order, N, C, -1); });
