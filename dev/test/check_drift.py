@@ -6,8 +6,9 @@ tokens, and what dev/cuda calls the best is what the trainer launches.
 
 Compared are all __global__ and __device__ functions, structs with __device__ members, and the structs and constants that these
 use; comments and white space do not count. Each dev/cuda/*.cu says `// winner: N`: of each kernel `name_kernelK` in it the trainer
-runs the one with the largest K up to N. Where N is a library's call, the line names the trainer's function: `// winner: 2 gemm`.
-When this fails, move the better version to the other side; the lists below are not the place to mend it.
+runs the one with the largest K up to N. Where N is a library's call, the line names the trainer's function, or the header whose
+functions the trainer has: `// winner: 2 (gemm)`. Other words in brackets, and other winners behind a comma, are for readers.
+When this fails, move the better version to the other side; the list below is not the place to mend it.
 """
 import argparse
 import glob
@@ -194,7 +195,7 @@ def number_of(kernel):
 
 
 def users_of(trainer, name):
-    return [p for p in trainer if p.kind == "function" and not p.on_device() and name in p.texts]
+    return [p for p in trainer if p.kind == "function" and not p.on_device() and name in p.texts and p.name != name]
 
 
 def rung_functions(trainer):
@@ -202,7 +203,7 @@ def rung_functions(trainer):
     rungs = {p.name for p in trainer if p.name in RUNGS}
     hosts = {p.name for p in trainer if p.kind == "function" and not p.on_device()}
     while True:
-        callers = {name: {p.name for p in users_of(trainer, name) if p.name != name} for name in hosts - rungs}
+        callers = {name: {p.name for p in users_of(trainer, name)} for name in hosts - rungs}
         more = {name for name, by in callers.items() if by and by <= rungs}
         if not more:
             return rungs
@@ -221,17 +222,35 @@ def local_headers(path):
     return found
 
 
+def compare_library(trainer, shown, winner, words, pieces_by_name):
+    """The winner is no kernel: it is the trainer's function, or the functions of a header, that call a library."""
+    hosts = {p.name: p for p in trainer if p.kind == "function" and not p.on_device()}
+    headers = [w for w in words if w in pieces_by_name]
+    functions = [p for h in headers for p in pieces_by_name[h] if p.kind == "function"]
+    named = [w for w in words if w in hosts]
+    if not functions and not named:
+        return [f"{shown}: winner {winner} is no kernel in it; of a library's call name the trainer's function: // winner: {winner} (FUNCTION)"]
+    faults = [f"{shown}: the trainer does not call the winner {winner}, {w}" for w in named if not users_of(trainer, w)]
+    for p in functions:
+        if p.name not in hosts:
+            faults.append(f"{p.place()}: the trainer has no {p.name}, which is the winner {winner}")
+        elif hosts[p.name].texts != p.texts:
+            faults.append(difference(hosts[p.name], p)[0])
+    return faults
+
+
 def compare_winners(trainer, root, pieces_by_path):
     """Lines about winners that the trainer does not run, and about kernels it runs that are no winner."""
     faults, winners, known = [], set(), set()
     for path in sorted(glob.glob(os.path.join(root, "dev", "cuda", "*.cu"))):
         shown = os.path.relpath(path, root)
         with open(path, encoding="utf-8") as f:
-            said = re.findall(r"(?m)^// winner: (\d+)(?:[ \t]+(\w+))?[ \t]*$", f.read())
+            said = re.findall(r"(?m)^// winner: (\d.*)$", f.read())
         if len(said) != 1:
             faults.append(f"{shown}: has {len(said)} lines `// winner: N`, must have one")
             continue
-        winner, function = int(said[0][0]), said[0][1]
+        winner = max(int(number) for number in re.findall(r"(?:^|,)\s*(\d+)", re.sub(r"\([^)]*\)", "", said[0])))
+        words = re.findall(r"[\w.]+", " ".join(re.findall(r"\(([^)]*)\)", said[0])))
         stems = {}
         for p in [p for q in [path, *local_headers(path)] for p in pieces_by_path[q] if p.is_kernel()]:
             stem, number = number_of(p.name)
@@ -243,11 +262,8 @@ def compare_winners(trainer, root, pieces_by_path):
         mine = {f"{stem}_kernel{max(numbers)}" for stem, numbers in stems.items()}
         winners |= mine
         numbered = [name for name in mine if number_of(name)[1] == winner]
-        if function and not (any(p.name == function for p in trainer) and users_of(trainer, function)):
-            faults.append(f"{shown}: the trainer does not call the winner {winner}, {function}")
-        if not function and not numbered:
-            faults.append(f"{shown}: winner {winner} is no kernel in it; of a library's call name the trainer's function: "
-                          f"// winner: {winner} FUNCTION")
+        if not numbered:
+            faults += compare_library(trainer, shown, winner, words, {os.path.basename(p): q for p, q in pieces_by_path.items()})
         for name in numbered:
             if not users_of(trainer, name):
                 faults.append(f"{shown}: the trainer does not launch the winner, {name}")

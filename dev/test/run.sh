@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run.sh [--long] [NAME]: builds and runs the tests (all, or those whose file name contains NAME); the last line is "N passed, N failed".
 # Called by `make test`, which says in CC, PYTHON, OPENMP, GEMM_FLAGS and GEMM_LIBS what it found. Every C test runs under AddressSanitizer
-# and UBSan; the programs' bad-input tests run once with the normal build and once with a sanitized one.
+# and UBSan. Tests of whole programs run with train_moe_cpu; some of them again with its sanitized build, and with the GPU trainer, emulated.
 set -u
 cd "$(dirname "$0")/../.."
 long=""
@@ -14,7 +14,7 @@ flags="-std=c11 -Wall -Wextra -Werror -I. -fno-math-errno ${OPENMP:-} ${GEMM_FLA
 libs="${GEMM_LIBS:-} -lcjson -lm -lpthread"
 export LONG="$long"
 export OMP_WAIT_POLICY=passive # tests share the machine: threads that wait sleep
-passed=0 failed=0
+passed=0 failed=0 names=()
 
 count() { # count LOG: adds up what a test program printed on its last line
     last=$(tail -n 1 "$1")
@@ -34,6 +34,26 @@ report() { # report NAME COMMAND...: runs one test program, shows it, counts it
     count "build/test/$name.log" "$name"
     echo "    ($((SECONDS - begin)) s)"
 }
+together() { # together NAME COMMAND...: the same, two at a time; `collect` waits for them
+    while [ "$(jobs -rp | wc -l)" -ge 2 ]; do wait -n; done
+    names+=("$1")
+    ( name=$1 begin=$SECONDS
+      shift
+      timeout 1500 "$@" >"build/test/$name.log" 2>&1
+      code=$?
+      [ $code -le 1 ] || echo "FAIL $name ended with exit code $code" >>"build/test/$name.log"
+      echo "    ($((SECONDS - begin)) s)" >"build/test/$name.time" ) &
+}
+collect() { # shows and counts what runs `together`
+    wait
+    for name in "${names[@]}"; do
+        echo "--- $name"
+        cat "build/test/$name.log"
+        count "build/test/$name.log" "$name"
+        cat "build/test/$name.time"
+    done
+    names=()
+}
 build_failed() { echo "FAIL $1 does not compile"; failed=$((failed + 1)); }
 
 echo "building with the sanitizers"
@@ -43,12 +63,36 @@ for file in dev/test/test_*.c; do
     [[ "$name" == *"$only"* ]] || continue
     if $CC $sanitize $flags "$file" -o "build/test/$name" $libs; then report "$name" "build/test/$name"; else build_failed "$name"; fi
 done
+sanitized=" test_goldens test_program_resume test_program_bad_input "
+gpu=" test_gpu_trainer test_kernels test_nvcc " # in a place of their own, below
 for file in dev/test/test_*.py; do
     name=$(basename "$file" .py)
-    [[ "$name" == *"$only"* ]] || continue
+    [[ "$name" == *"$only"* && "$gpu" != *" $name "* ]] || continue
     report "$name" "$PYTHON" "$file"
-    if grep -q TRAINER "$file"; then TRAINER=build/train_moe_cpu_asan report "${name}_sanitized" "$PYTHON" "$file"; fi
+    if [[ "$sanitized" == *" $name "* ]]; then TRAINER=build/train_moe_cpu_asan report "${name}_sanitized" "$PYTHON" "$file"; fi
 done
 if [[ emulator == *"$only"* ]]; then report emulator dev/emu/test/run.sh; fi
+
+# ----------------------------------------------------------------------------
+# the GPU trainer, emulated: programs are built once for each mode, by whoever needs them first (emulate.py)
+wanted() { [[ "$1" == *"$only"* ]]; }
+emulate() { "$PYTHON" dev/test/emulate.py "$@" >/dev/null; }
+if [ -f train_moe.cu ]; then
+    if wanted test_nvcc; then report test_nvcc "$PYTHON" dev/test/test_nvcc.py; fi
+    if wanted test_moe; then
+        emulate fast test_moe.cu
+        together test_moe build/test/test_moe
+    fi
+    for name in test_goldens test_program_resume test_program_training test_program_bad_input; do
+        if wanted "${name}_gpu"; then
+            emulate fast
+            TRAINER=build/test/train_moe_emu together "${name}_gpu" "$PYTHON" "dev/test/$name.py"
+        fi
+    done
+    collect
+    for name in test_gpu_trainer test_kernels; do
+        if wanted $name; then report $name "$PYTHON" "dev/test/$name.py"; fi
+    done
+fi
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

@@ -133,10 +133,20 @@ def a_file_must_name_its_winner():
 
 @test
 def a_library_call_may_be_the_winner():
-    matmul = {"matmul_cu": "// winner: 2 gemm\n#include \"common.h\"\n__global__ void matmul_kernel1(float* x) { x[0] = 1; }\n"}
-    expect(drift(**matmul), "dev/cuda/matmul.cu: the trainer does not call the winner 2, gemm")
+    text = "// winner: 2 (gemm)\n#include \"common.h\"\n__global__ void matmul_kernel1(float* x) { x[0] = 1; }\n"
+    expect(drift(matmul_cu=text), "dev/cuda/matmul.cu: winner 2 is no kernel in it")
     trainer = TRAINER + "void gemm(float* x) { cublas(x); }\nvoid matmul(float* x) { gemm(x); }\n"
-    expect(drift(trainer, code=0, **matmul), "0 faults")
+    expect(drift(trainer, code=0, matmul_cu=text), "0 faults")
+    expect(drift(trainer.replace("gemm(x); }", "}"), matmul_cu=text), "the trainer does not call the winner 2, gemm")
+    header = {"matmul_cu": text.replace("gemm", "matmul.h"), "matmul_h": "void gemm(float* x) { cublas(x); }\n"}
+    expect(drift(trainer, code=0, **header), "0 faults")
+    expect(drift(trainer.replace("cublas(x)", "cublas(0)"), **header), "gemm has")
+
+
+@test
+def words_and_other_winners_are_for_readers():
+    text = changed(LESSONS["scale.cu"], "// winner: 2\n", "// winner: 1 (the rest), 2 (scale, which was 3 and 4 before)\n")
+    expect(drift(code=0, scale_cu=text), "0 faults")
 
 
 @test

@@ -1,0 +1,84 @@
+"""NVIDIA's compiler takes train_moe.cu for each architecture without a word, and its hot kernels keep to registers. No GPU needed:
+nvcc is that of the toolkit, or of the wheels that `make test-deps` brings. Of each kernel: registers, spills, shared memory."""
+
+import glob
+import re
+import shlex
+
+from harness import *
+
+ARCHITECTURES = ("80", "90", "120")
+HOT = r"attention_(flash_)?(forward|backward)|experts|grouped_matmul|cross_entropy"  # these must not spill
+BUILD = os.path.join(ROOT, "build", "test", "nvcc")
+
+
+def nvcc():
+    wheels = sorted(glob.glob(os.path.join(ROOT, "build", "cuda-wheels", "**", "bin", "nvcc"), recursive=True))
+    found = [p for p in (shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *wheels) if p and os.path.exists(p)]
+    check(found, "nvcc was not found: install the CUDA Toolkit, or run `make test-deps`")
+    return found[0]
+
+
+def compile(source, *options, architectures=ARCHITECTURES):
+    """Compiles a file for all architectures at once; returns what nvcc said, which must hold no warning."""
+    os.makedirs(BUILD, exist_ok=True)
+    wheels = sorted(glob.glob(os.path.join(ROOT, "build", "cuda-wheels", "nvidia", "*", "include")))
+    include = [f"-I{ROOT}", *(x for d in wheels for x in ("-isystem", d))]
+    mpi = shlex.split(run(["mpicxx", "--showme:compile"]).out) if shutil.which("mpicxx") else ["-DNO_MPI=1"]
+    arch = [x for a in architectures for x in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
+    out = os.path.join(BUILD, os.path.basename(source) + "".join(o.strip("-") for o in options) + ".o")
+    r = run([nvcc(), "-std=c++17", "-O3", *arch, "--threads", 2, *include, *mpi, "-DOMPI_SKIP_MPICXX", "-Xcompiler", "-Wall,-Wextra,-fopenmp",
+             "-Xptxas", "-v", *options, "-c", source, "-o", out], timeout=1200)
+    warnings = [line for line in (r.out + r.err).splitlines() if "warning" in line.lower()]
+    check(not warnings, f"{source} {' '.join(options)}: {len(warnings)} warnings: " + "; ".join(warnings[:5]))
+    return r.out + r.err
+
+
+def kernels_in(text):
+    """(architecture, kernel) -> registers, bytes spilled, bytes of static shared memory; from ptxas -v."""
+    found, now = {}, None
+    for line in text.splitlines():
+        if match := re.search(r"Compiling entry function '(\w+)' for 'sm_(\d+)a?'", line):
+            now = (match.group(2), match.group(1))
+            found[now] = {"registers": 0, "spilled": 0, "shared": 0}
+        elif now and (match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)):
+            found[now]["spilled"] = int(match.group(1)) + int(match.group(2))
+        elif now and (match := re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", line)):
+            found[now].update(registers=int(match.group(1)), shared=int(match.group(2) or 0))
+    return found
+
+
+def plain(mangled):
+    return subprocess.run(["c++filt", "-p", mangled], capture_output=True, text=True).stdout.strip() or mangled
+
+
+def check_kernels(text, name):
+    found = kernels_in(text)
+    for arch in ARCHITECTURES:
+        check(any(a == arch for a, _ in found), f"{name}: not one kernel for sm_{arch}")
+    spilling = [f"{plain(k)} on sm_{a}: {v['spilled']} bytes" for (a, k), v in found.items() if v["spilled"] and re.search(HOT, k)]
+    check(not spilling, f"{len(spilling)} hot kernels spill: " + "; ".join(spilling[:5]))
+    large = [f"{plain(k)} on sm_{a}: {v['shared']}" for (a, k), v in found.items() if v["shared"] > 48 << 10]
+    check(not large, "more than 48 KiB of static shared memory: " + "; ".join(large))
+    return found
+
+
+@test
+def train_moe_compiles_for_every_architecture_and_its_hot_kernels_do_not_spill():
+    found = check_kernels(compile("train_moe.cu"), "train_moe.cu")
+    for arch in ARCHITECTURES:
+        most = max((v["registers"], plain(k)) for (a, k), v in found.items() if a == arch)
+        print(f"     sm_{arch}: {sum(a == arch for a, _ in found)} kernels, at most {most[0]} registers ({most[1].split('<')[0]})")
+
+
+@test
+def train_moe_compiles_for_one_gpu_without_mpi_and_nccl():
+    compile("train_moe.cu", "-DNO_MPI=1", "-DNO_NCCL=1", architectures=("90",))
+
+
+@test
+def test_moe_compiles():
+    compile("test_moe.cu", architectures=("90",))
+
+
+main()
