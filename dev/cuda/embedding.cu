@@ -262,6 +262,7 @@ void check_all(int kernel) {
         for (int token = 0; token < 6; token++) { tokens.insert(tokens.end(), token == 3 ? 5 : length, token); }
         check(kernel, "runs about LONG_RUN", tokens, 16, 6, 5);
     }
+    check(kernel, "a run of LONG_RUN at the end", std::vector<int>(32, 1), 16, 2, -1);
     check(kernel, "Zipf", zipf_tokens(777, 50), 328, 50, 0);
     if (dev_long()) { check(kernel, "smol-500m", zipf_tokens(8 * 4096, 151936), 896, 151936, -1); }
 }
