@@ -15,6 +15,8 @@ if [ "$(uname -s)" = Linux ]; then
     try libcjson-dev '#include <cjson/cJSON.h>\nint main(void) { return cJSON_Parse == 0; }\n' -lcjson
     try libdnnl-dev '#include <oneapi/dnnl/dnnl.h>\nint main(void) { return dnnl_sgemm == 0; }\n' -ldnnl
 fi
+# MPI starts the GPU trainer's ranks; CUDA itself comes as NVIDIA's toolkit, or with make deps-cuda, as does NCCL
+if command -v nvcc >/dev/null 2>&1 || [ -x /usr/local/cuda/bin/nvcc ]; then have mpicxx "libopenmpi-dev openmpi-bin"; fi
 if [ "${1:-}" = test ]; then # Python for the test programs; a C++ compiler, BLAS and MPI for the emulator's
     if ! python3 -c 'import venv, ensurepip' 2>/dev/null; then missing="$missing python3-venv"; fi
     have g++ g++
