@@ -44,11 +44,13 @@ double, for finite differences. main is at the end, under #ifndef TESTING.
 #endif
 #include "llmc/check.h"
 #include "llmc/config.h"
+#include "llmc/dry_run.h"
+#include "llmc/dump_file.h"
+#include "llmc/generate.h"
 #include "llmc/logger.h"
 #include "llmc/profiler.h"
 #include "llmc/rand.h"
 #include "llmc/run.h" // options, data, tokenizer, checkpoints
-#include "llmc/sampler.h"
 #include "llmc/schedule.h"
 
 #ifndef REAL
@@ -1607,18 +1609,19 @@ Losses model_evaluate(Model* model, const Microbatch* mb) {
 // generation: one token at a time, with a cache of keys and values, through the same ops as training
 
 typedef struct {
+    Model* model;
     Acts acts;                 // of one token
     real **k_cache, **v_cache; // (L) of (NKV, context, HD)
     size_t context, position;  // how many positions there are, how many are filled
     float* logits;             // (V) of the last token fed
-    void* scratch;             // the sampler's
 } Decoder;
 
-void decoder_create(Decoder* d, const Model* model) {
+void decoder_create(Decoder* d, Model* model) {
     // the context is the model's T: a model is not asked for positions that it has not been trained on
     const MoEConfig* c = &model->config;
     size_t L = c->num_hidden_layers, V = c->vocab_size;
     memset(d, 0, sizeof(*d));
+    d->model = model;
     d->context = model->T;
     d->acts.layers = (LayerActs*)callocCheck(L, sizeof(LayerActs));
     d->k_cache = (real**)callocCheck(L, sizeof(real*));
@@ -1635,7 +1638,6 @@ void decoder_create(Decoder* d, const Model* model) {
         if (pass == 0) { d->acts.layers[0].residual_attn = (real*)arena_alloc(mem.used); }
     }
     d->logits = (float*)mallocCheck(V * sizeof(float));
-    d->scratch = mallocCheck(V * 16);
 }
 
 void decoder_free(Decoder* d) {
@@ -1644,7 +1646,6 @@ void decoder_free(Decoder* d) {
     free(d->k_cache);
     free(d->v_cache);
     free(d->logits);
-    free(d->scratch);
 }
 
 void decode_token(Model* model, Decoder* d, int token) {
@@ -1681,35 +1682,12 @@ void decode_token(Model* model, Decoder* d, int token) {
     d->position++;
 }
 
-void generate(Model* model, Decoder* d, const Prompt* prompt, TextOut* out, const Options* opt, uint64_t rng,
-              int64_t count, bool one_document) {
-    // Samples `count` tokens and prints them as they come, each document after its prompt. A document ends with the
-    // end-of-text token or with the context; the next one starts from the prompt again, after an empty line.
-    int vocab = model->config.vocab_size;
-    if (out->tokenizer && tokenizer_vocab_size(out->tokenizer) < vocab) {
-        vocab = tokenizer_vocab_size(out->tokenizer);
-    }
-    bool fresh = true;
-    for (int64_t i = 0; i < count; i++) {
-        if (fresh) {
-            d->position = 0;
-            for (size_t j = 0; j < prompt->count; j++) {
-                decode_token(model, d, prompt->tokens[j]);
-                if (prompt->tokens[j] != prompt->eot) { text_out_token(out, prompt->tokens[j]); }
-            }
-        }
-        int token = sample_token(d->logits, vocab, (float)opt->temperature, (int)opt->top_k, (float)opt->top_p, &rng,
-                                 d->scratch);
-        fresh = token == prompt->eot || d->position == d->context;
-        if (token != prompt->eot) { text_out_token(out, token); }
-        if (fresh && one_document) { break; }
-        if (fresh && i + 1 < count) {
-            text_out_end(out);
-            fprintf(out->file, "\n");
-        }
-        if (!fresh) { decode_token(model, d, token); }
-    }
-    text_out_end(out);
+const float* decode(void* decoder, int token, size_t position) {
+    // what generate_text calls
+    Decoder* d = (Decoder*)decoder;
+    d->position = position;
+    decode_token(d->model, d, token);
+    return d->logits;
 }
 
 // ----------------------------------------------------------------------------
@@ -1852,15 +1830,9 @@ void expert_load_summary(Model* model, double* max_over_mean, int* dead) {
     int E = c->num_experts;
     for (int l = 0; l < c->num_hidden_layers; l++) {
         double* load = model->expert_load + (size_t)l * E;
-        double most = 0, sum = 0;
         dead[l] = 0;
-        for (int e = 0; e < E; e++) {
-            most = load[e] > most ? load[e] : most;
-            sum += load[e];
-            dead[l] += model->w.layers[l].router && load[e] == 0;
-            load[e] = 0;
-        }
-        max_over_mean[l] = model->w.layers[l].router ? most * E / sum : NAN;
+        max_over_mean[l] = model->w.layers[l].router ? expert_load_of(load, E, &dead[l]) : NAN;
+        memset(load, 0, E * sizeof(double));
     }
 }
 
@@ -1930,7 +1902,8 @@ void trainer_sample(Trainer* t, uint64_t rng, int64_t count, bool one_document) 
     memset(&out, 0, sizeof(out));
     out.tokenizer = t->run.has_tokenizer ? &t->run.tokenizer : NULL;
     out.file = stdout;
-    generate(&t->model, &t->decoder, &t->run.prompt, &out, &t->run.opt, rng, count, one_document);
+    generate_text(decode, &t->decoder, t->decoder.context, t->run.config.vocab_size, &t->run.prompt, &out, &t->run.opt,
+                  rng, count, one_document);
 }
 
 void trainer_show_sample(Trainer* t) {
@@ -1962,11 +1935,6 @@ double measure_gemm_peak(void) {
     return 2.0 * SIZE * SIZE * SIZE / best * 1e6;
 }
 
-double flops_per_token(const MoEConfig* c, const ParamTable* table, size_t T) {
-    return model_flops_per_token(table->num_matmul_active, c->num_hidden_layers, c->num_attention_heads, c->head_dim,
-                                 T);
-}
-
 uint64_t resident_bytes(void) {
     // memory this process has in RAM; 0 where the system does not say
     unsigned long long pages = 0, resident = 0;
@@ -1977,42 +1945,28 @@ uint64_t resident_bytes(void) {
     return resident * (uint64_t)sysconf(_SC_PAGESIZE);
 }
 
-size_t planned_bytes(const MoEConfig* c, const ParamTable* table, const Switches* s, size_t B, size_t T) {
+MemoryPlan run_memory_plan(const Run* run, size_t B) {
+    Switches s = trainer_switches(&run->opt);
     Acts acts;
     memset(&acts, 0, sizeof(acts));
-    acts.layers = (LayerActs*)callocCheck(c->num_hidden_layers, sizeof(LayerActs));
-    MemoryPlan plan = memory_plan(&acts, c, table, s, B, T, true);
+    acts.layers = (LayerActs*)callocCheck(run->config.num_hidden_layers, sizeof(LayerActs));
+    MemoryPlan plan = memory_plan(&acts, &run->config, &run->table, &s, B, (size_t)run->opt.seq_len, true);
     free(acts.layers);
-    return memory_plan_total(&plan);
+    return plan;
 }
 
-size_t largest_batch(const MoEConfig* c, const ParamTable* table, const Switches* s, size_t T, double memory) {
-    // the largest B whose training fits into so many bytes, 0: none does. Doubles, then halves the interval.
-    size_t low = 0, high = 1;
-    while (high < (1u << 20) && (double)planned_bytes(c, table, s, high, T) <= memory) {
-        low = high;
-        high *= 2;
-    }
-    while (high - low > 1) {
-        size_t middle = low + (high - low) / 2;
-        if ((double)planned_bytes(c, table, s, middle, T) <= memory) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
+size_t planned_bytes(const Run* run, size_t B) {
+    MemoryPlan plan = run_memory_plan(run, B);
+    return memory_plan_total(&plan);
 }
 
 double machine_memory(void) { return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE); }
 
 void require_memory(const Run* run) {
     // the system hands out more memory than it has, and kills who then uses it: better a word before the first step
-    Switches s = trainer_switches(&run->opt);
-    size_t T = (size_t)run->opt.seq_len;
-    double needed = (double)planned_bytes(&run->config, &run->table, &s, (size_t)run->opt.batch_size, T);
+    double needed = (double)planned_bytes(run, (size_t)run->opt.batch_size);
     if (needed <= machine_memory()) { return; }
-    size_t B = largest_batch(&run->config, &run->table, &s, T, machine_memory());
+    size_t B = largest_batch(planned_bytes, run, machine_memory());
     char advice[80] = "not even --batch-size 1 fits, try a smaller --seq-len or model";
     if (B > 0) { snprintf(advice, sizeof(advice), "at most --batch-size %zu fits at this --seq-len", B); }
     fatal("this run needs %.1f GiB of memory, the machine has %.1f: %s (--dry-run prints the plan)", needed / (1 << 30),
@@ -2021,96 +1975,49 @@ void require_memory(const Run* run) {
 
 void dry_run(const Run* run) {
     // what training with these options would take, without taking it
-    const MoEConfig* c = &run->config;
     const Options* opt = &run->opt;
-    Switches s = trainer_switches(opt);
-    size_t B = (size_t)opt->batch_size, T = (size_t)opt->seq_len;
-    const ParamTable* table = &run->table;
-    Acts acts;
-    memset(&acts, 0, sizeof(acts));
-    acts.layers = (LayerActs*)callocCheck(c->num_hidden_layers, sizeof(LayerActs));
-    MemoryPlan plan = memory_plan(&acts, c, table, &s, B, T, true);
-    free(acts.layers);
-    double flops = flops_per_token(c, table, T), mib = 1.0 / (1 << 20);
-    printf("parameters   %zu total, %zu active a token, %zu of them in matrix products\n", table->num_parameters,
-           table->num_active, table->num_matmul_active);
-    printf("FLOP         %.4g a token (forward and backward, T = %zu), %.4g a step of %lld tokens, %.4g for all %lld "
-           "steps\n",
-           flops, T, flops * (double)opt->tokens_per_step, (long long)opt->tokens_per_step, flops * (double)opt->tokens,
-           (long long)opt->steps);
-    printf("memory       B = %zu, T = %zu, %d threads, MiB\n", B, T, num_threads());
-    const struct {
-        const char* name;
-        size_t bytes;
-    } rows[] = {{"weights", plan.weights},       {"gradients", plan.gradients},
-                {"AdamW moments", plan.moments}, {"activations", plan.activations},
-                {"logits", plan.logits},         {"backward buffers", plan.backward},
-                {"other", plan.other},           {"total", memory_plan_total(&plan)}};
-    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
-        printf("  %-18s %12.1f\n", rows[i].name, (double)rows[i].bytes * mib);
-    }
-    double memory = opt->memory > 0 ? opt->memory * (1 << 30) : machine_memory();
-    size_t low = largest_batch(c, table, &s, T, memory);
-    if (low > 0) {
-        printf("largest batch in %.1f GiB at T = %zu: --batch-size %zu\n", memory / (1 << 30), T, low);
-    } else {
-        printf("not even --batch-size 1 fits into %.1f GiB at T = %zu: try a smaller --seq-len or model\n",
-               memory / (1 << 30), T);
-    }
+    MemoryPlan p = run_memory_plan(run, (size_t)opt->batch_size);
+    const MemoryRow rows[] = {{"weights", p.weights},         {"gradients", p.gradients},
+                              {"AdamW moments", p.moments},   {"activations", p.activations},
+                              {"logits", p.logits},           {"backward buffers", p.backward},
+                              {"other", p.other},             {NULL, 0}};
+    dry_run_counts(run);
+    printf("memory       B = %lld, T = %lld, %d threads, MiB\n", (long long)opt->batch_size, (long long)opt->seq_len,
+           num_threads());
+    memory_rows_print(stdout, rows);
+    largest_batch_print(planned_bytes, run, opt->memory > 0 ? opt->memory * (1 << 30) : machine_memory());
+}
+
+void dump_routing(void* ctx, int layer, float* logits, int* indices, float* weights) {
+    const Model* model = (const Model*)ctx;
+    const LayerActs* a = &model->acts.layers[layer];
+    size_t N = model->B * model->T, E = model->config.num_experts, K = model->config.num_experts_per_tok;
+    for (size_t i = 0; i < N * E; i++) { logits[i] = (float)a->router_logits[i]; }
+    for (size_t i = 0; i < N * K; i++) { weights[i] = (float)a->router_weights[i]; }
+    memcpy(indices, a->router_indices, N * K * sizeof(int));
+}
+
+void dump_gradient(void* ctx, const ParamTensor* t, float* values) {
+    const real* d_w = ((const Model*)ctx)->grads + t->offset;
+    for (size_t i = 0; i < t->numel; i++) { values[i] = (float)d_w[i]; }
 }
 
 int dump(Trainer* t) {
     // one forward and backward of the first microbatch, no step: every quantity of dev/test/goldens/README.md
     Model* model = &t->model;
-    const MoEConfig* c = &t->run.config;
-    size_t B = model->B, T = model->T, N = B * T, V = c->vocab_size, E = c->num_experts, K = c->num_experts_per_tok;
     Microbatch mb;
     trainer_microbatch(t, &mb);
     mb.counted /= (double)t->run.opt.grad_accum; // of this microbatch alone
     mb.share = 1;
-    real* logits = (real*)arena_alloc(mul_check(mul_check(N, V), sizeof(real)));
+    real* logits = (real*)arena_alloc(mul_check(mul_check(model->B * model->T, model->config.vocab_size), sizeof(real)));
     model_forward(model, &mb);
     Losses losses = model_loss(model, &mb, true, 0, logits);
     model_backward(model, &mb, 0);
     double norm = model_grad_norm(model);
-
-    StWriter out;
-    char name[192];
-    size_t one[] = {1}, logits_shape[] = {B, T, V}, router_shape[] = {N, E}, topk_shape[] = {N, K};
-    const char* scalars[] = {"loss", "ce_loss", "aux_loss", "grad_norm"};
-    const float values[] = {(float)losses.loss, (float)losses.ce_loss, (float)losses.aux_loss, (float)norm};
-    st_writer_open(&out, t->run.opt.dump);
-    for (int i = 0; i < 4; i++) { st_writer_declare(&out, scalars[i], ST_F32, 1, one); }
-    st_writer_declare(&out, "logits", ST_F32, 3, logits_shape);
-    for (int l = 0; l < c->num_hidden_layers; l++) {
-        if (!model->w.layers[l].router) { continue; }
-        snprintf(name, sizeof(name), "router.layers.%d.logits", l);
-        st_writer_declare(&out, name, ST_F32, 2, router_shape);
-        snprintf(name, sizeof(name), "router.layers.%d.topk_index", l);
-        st_writer_declare(&out, name, ST_I32, 2, topk_shape);
-        snprintf(name, sizeof(name), "router.layers.%d.topk_weight", l);
-        st_writer_declare(&out, name, ST_F32, 2, topk_shape);
-    }
-    for (size_t i = 0; i < model->table.count; i++) {
-        const ParamTensor* p = &model->table.tensors[i];
-        snprintf(name, sizeof(name), "grad.%s", p->name);
-        st_writer_declare(&out, name, ST_F32, p->ndim, p->shape);
-    }
-    st_writer_header(&out);
-    for (int i = 0; i < 4; i++) { st_writer_data(&out, &values[i], sizeof(float)); }
-    st_writer_data(&out, logits, N * V * sizeof(float));
-    for (int l = 0; l < c->num_hidden_layers; l++) {
-        const LayerActs* a = &model->acts.layers[l];
-        if (!model->w.layers[l].router) { continue; }
-        st_writer_data(&out, a->router_logits, N * E * sizeof(float));
-        st_writer_data(&out, a->router_indices, N * K * sizeof(int));
-        st_writer_data(&out, a->router_weights, N * K * sizeof(float));
-    }
-    for (size_t i = 0; i < model->table.count; i++) {
-        const ParamTensor* p = &model->table.tensors[i];
-        st_writer_data(&out, model->grads + p->offset, p->numel * sizeof(float));
-    }
-    st_writer_close(&out);
+    Dump d = {&model->config,         &model->table,           model->B,    model->T,       (float)losses.loss,
+              (float)losses.ce_loss,  (float)losses.aux_loss,  (float)norm, (float*)logits, model,
+              dump_routing,           dump_gradient};
+    dump_file_write(t->run.opt.dump, &d);
     free(logits);
     printf("loss %.6f | ce_loss %.6f | aux_loss %.6f | grad_norm %.6f -> %s\n", losses.loss, losses.ce_loss,
            losses.aux_loss, norm, t->run.opt.dump);
@@ -2141,7 +2048,7 @@ int train(Trainer* t) {
     const MoEConfig* c = &t->run.config;
     double* expert_load = (double*)callocCheck(c->num_hidden_layers, sizeof(double));
     int* dead_experts = (int*)callocCheck(c->num_hidden_layers, sizeof(int));
-    double flops = flops_per_token(c, &t->model.table, t->model.T) * (double)opt->tokens_per_step;
+    double flops = run_flops_per_token(&t->run) * (double)opt->tokens_per_step;
     signal(SIGINT, on_interrupt);
     if (opt->steps == 0 && opt->out) { trainer_save(t); } // no training: what was loaded, as a checkpoint
     bool stop = false; // looked at once a step: after a Ctrl-C in validation or a save there is a last step, and it is saved

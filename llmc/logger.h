@@ -54,6 +54,19 @@ typedef struct {
     int64_t start_step;
 } Logger;
 
+// How evenly an MoE layer's E experts are used: the busiest one's share of the tokens over the mean. *dead: how many got
+// none.
+static inline double expert_load_of(const double* tokens, int E, int* dead) {
+    double most = 0, sum = 0;
+    *dead = 0;
+    for (int e = 0; e < E; e++) {
+        most = tokens[e] > most ? tokens[e] : most;
+        sum += tokens[e];
+        *dead += tokens[e] == 0;
+    }
+    return most * E / sum;
+}
+
 // ----------------------------------------------------------------------------
 // numbers for people
 

@@ -1,0 +1,66 @@
+// dry_run.h: what a run would take, without taking it: parameters, FLOPs, and the largest batch that fits.
+#ifndef LLMC_DRY_RUN_H
+#define LLMC_DRY_RUN_H
+
+#include "profiler.h"
+#include "run.h"
+
+// Floating-point operations that this run spends on a token, forward and backward.
+static inline double run_flops_per_token(const Run* run) {
+    const MoEConfig* c = &run->config;
+    return model_flops_per_token(run->table.num_matmul_active, c->num_hidden_layers, c->num_attention_heads, c->head_dim,
+                                 (size_t)run->opt.seq_len);
+}
+
+static inline void dry_run_counts(const Run* run) {
+    const Options* opt = &run->opt;
+    double flops = run_flops_per_token(run);
+    printf("parameters   %zu total, %zu active a token, %zu of them in matrix products\n", run->table.num_parameters,
+           run->table.num_active, run->table.num_matmul_active);
+    printf("FLOP         %.4g a token (forward and backward, T = %lld), %.4g a step of %lld tokens, %.4g for all %lld "
+           "steps\n", flops, (long long)opt->seq_len, flops * (double)opt->tokens_per_step,
+           (long long)opt->tokens_per_step, flops * (double)opt->tokens, (long long)opt->steps);
+}
+
+typedef struct { const char* name; size_t bytes; } MemoryRow; // a family of arrays; a table ends with name NULL
+
+static inline size_t memory_rows_total(const MemoryRow* rows) {
+    size_t total = 0;
+    for (; rows->name != NULL; rows++) { total += rows->bytes; }
+    return total;
+}
+
+// In MiB.
+static inline void memory_rows_print(FILE* file, const MemoryRow* rows) {
+    const MemoryRow total = {"total", memory_rows_total(rows)};
+    for (; rows->name != NULL; rows++) { fprintf(file, "  %-18s %12.1f\n", rows->name, (double)rows->bytes / (1 << 20)); }
+    fprintf(file, "  %-18s %12.1f\n", total.name, (double)total.bytes / (1 << 20));
+}
+
+// The largest B whose training fits into so many bytes, 0: none does. planned(run, B) grows with B. Doubles, then halves
+// the interval.
+static inline size_t largest_batch(size_t (*planned)(const Run* run, size_t B), const Run* run, double memory) {
+    size_t low = 0, high = 1;
+    while (high < (1u << 20) && (double)planned(run, high) <= memory) {
+        low = high;
+        high *= 2;
+    }
+    while (high - low > 1) {
+        size_t middle = low + (high - low) / 2;
+        if ((double)planned(run, middle) <= memory) { low = middle; } else { high = middle; }
+    }
+    return low;
+}
+
+static inline void largest_batch_print(size_t (*planned)(const Run* run, size_t B), const Run* run, double memory) {
+    size_t B = largest_batch(planned, run, memory);
+    double gib = memory / (1 << 30);
+    if (B > 0) {
+        printf("largest batch in %.1f GiB at T = %lld: --batch-size %zu\n", gib, (long long)run->opt.seq_len, B);
+    } else {
+        printf("not even --batch-size 1 fits into %.1f GiB at T = %lld: try a smaller --seq-len or model\n", gib,
+               (long long)run->opt.seq_len);
+    }
+}
+
+#endif
