@@ -225,39 +225,38 @@ int barrier(int site, BarrierKind kind, int predicate, const char* f, int l) {
 static void finish_slot(Block* b, int warp, Slot& s) {
     unsigned lanes = s.arrived;
     s.arrived = 0;
+    b->warps[warp].busy &= ~(1u << (&s - b->warps[warp].slot));
     worker->finishing = &s;
     s.done(s.arg, lanes);
     worker->progress++;
     make_ready(b, warp, lanes);
 }
 
-static void abandon_launch();
+[[noreturn]] static void abandon_launch(cudaError_t error);
 
 static void mixed_operations(const Slot& s, const char* what, const char* f, int l, unsigned mask, int lane) {
     report_at("divergent warp operation", f, l,
               "lane %d calls %s with mask %08x while other lanes of its warp wait in %s with mask %08x at %s:%d",
               lane, what, mask, s.what, s.mask, s.file, s.line);
-    abandon_launch();
+    abandon_launch(cudaErrorLaunchFailure);
 }
 
 static Slot& find_slot(Warp& w, unsigned mask, const char* what, Done done, const char* f, int l, int lane) {
-    Slot* unused = nullptr;
-    for (Slot& s : w.slot) {
-        if (!s.arrived) {
-            unused = &s;
-        } else if (s.mask == mask && s.done == done) {
-            return s;
-        } else if (s.mask & mask) {
-            mixed_operations(s, what, f, l, mask, lane);
-        }
+    for (unsigned busy = w.busy; busy; busy &= busy - 1) {
+        Slot& s = w.slot[__builtin_ctz(busy)];
+        if (s.mask == mask && s.done == done) return s;
+        if (s.mask & mask) mixed_operations(s, what, f, l, mask, lane);
     }
-    if (!unused) fatal("more than 4 warp operations with different masks at once, at %s:%d", f, l);
-    unused->mask = mask;
-    unused->what = what;
-    unused->done = done;
-    unused->file = f;
-    unused->line = l;
-    return *unused;
+    int i = __builtin_ctz(~w.busy);
+    w.busy |= 1u << i;
+    Slot& s = w.slot[i];
+    s.arrived = 0;
+    s.mask = mask;
+    s.what = what;
+    s.done = done;
+    s.file = f;
+    s.line = l;
+    return s;
 }
 
 unsigned lanes_of_warp() {
@@ -414,10 +413,23 @@ void fence(bool device_wide, void*) {
 
 void trap(const char* f, int l) {
     report_at("trap", f, l, "__trap() was called");
-    abandon_launch();
+    abandon_launch(cudaErrorLaunchFailure);
+}
+
+}
+using namespace emu;
+// A failed assert() in a kernel ends the launch, as on a GPU; in host code it ends the program, as everywhere.
+extern "C" void __assert_fail(const char* condition, const char* file, unsigned line, const char* function) noexcept {
+    if (cur) {
+        report_at("assert", file, (int)line, "`%s' does not hold in %s", condition, function);
+        abandon_launch(cudaErrorAssert);
+    }
+    fflush(stdout);
+    fprintf(stderr, "%s:%u: %s: Assertion `%s' failed.\n", file, line, function, condition);
     abort();
 }
 
+namespace emu {
 // ---------------------------------------------------------------- the end of a thread, of a block, of a launch
 static void thread_exit(Thread* t) {
     Block* b = worker->block;
@@ -428,19 +440,22 @@ static void thread_exit(Thread* t) {
     worker->progress++;
     Warp& w = b->warps[t->warp];
     w.alive &= ~(1u << t->lane);
-    for (Slot& s : w.slot)                             // operations that only waited for this lane
-        if (s.arrived && s.arrived == (s.mask & w.alive)) finish_slot(b, t->warp, s);
+    for (unsigned busy = w.busy; busy; busy &= busy - 1) {    // operations that only waited for this lane
+        Slot& s = w.slot[__builtin_ctz(busy)];
+        if (s.arrived == (s.mask & w.alive)) finish_slot(b, t->warp, s);
+    }
     if (b->arrived && b->arrived == b->alive) release_barrier(b);
 }
 
 // Drops every thread of the running launch: after a fault from which a kernel cannot go on.
-static void abandon_launch() {
+static void abandon_launch(cudaError_t error) {
     Worker* w = worker;
-    w->block->grid->failed = true;
+    w->block->grid->failed = error;
     w->block->finished = true;
     this_thread()->fiber = w->running;                 // so that it is reset with the others
     cur = nullptr;
     switch_to(&w->main);
+    abort();                                           // nobody comes back here
 }
 
 static void reset_fibers(Worker* w, Block* b) {
@@ -484,16 +499,13 @@ char* shared_alloc(Block* b, size_t n, size_t align, const char* name) {
 
 static std::atomic<int> shared_ids{0};
 
+// What the launch could not know: variables of functions that were not inlined, and those at file scope.
 static void check_static_total(Block* b) {
     Grid* g = b->grid;
-    size_t total = b->static_bytes + g->config.smem;
-    size_t most = g->dynamic_limit > limits().smem_block ? limits().smem_optin : limits().smem_block;
-    if (b->static_bytes <= limits().smem_block && total <= most) return;
-    report_at("launch limits", g->config.file, g->config.line,
-              "%zu bytes of static and %zu of dynamic shared memory are more than the %zu a block may have",
-              b->static_bytes, g->config.smem, b->static_bytes > limits().smem_block ? limits().smem_block : most);
-    set_error(cudaErrorInvalidValue);
-    abandon_launch();
+    std::string wrong = shared_excess(b->static_bytes, g->config.smem, g->dynamic_limit);
+    if (wrong.empty()) return;
+    report_at("launch limits", g->config.file, g->config.line, "kernel %s: %s", g->config.name, wrong.c_str());
+    abandon_launch(cudaErrorInvalidValue);
 }
 
 void* shared_var(SharedVar& v) {
@@ -571,7 +583,7 @@ static void init_warps(Block* b) {
         w.alive = i * 32 + 32 <= n ? 0xffffffffu : (1u << (n & 31)) - 1;
         w.asking = 0;
         w.synced = false;
-        for (Slot& s : w.slot) s.arrived = 0;
+        w.busy = 0;
         b->lanes[i] = w.alive;
         b->polling[i] = 0;
     }
@@ -623,7 +635,7 @@ static void resume_block(Worker* w, Block* b) {
         b->finished = true;
     } else if (!b->any_polling) {
         report_deadlock(b);
-        b->grid->failed = true;
+        b->grid->failed = cudaErrorLaunchFailure;
         b->finished = true;
     }
 }
@@ -690,7 +702,7 @@ static void run_blocks(Grid& g) {
             stalled_since = seconds();
         } else if (stalled > 1000 * active.size() && seconds() - stalled_since > 2) {
             report_endless_polling(active);
-            g.failed = true;
+            g.failed = cudaErrorLaunchFailure;
         }
     }
     for (Block* b : active) retire(w, b);
@@ -726,7 +738,7 @@ void run_grid(Grid& g) {
         run_share(g);
     }
     check_launch(g);
-    if (g.failed) set_error(cudaErrorLaunchFailure);
+    if (g.failed != cudaSuccess) set_error(g.failed);
 }
 
 // ---------------------------------------------------------------- which kernel does a launch call?

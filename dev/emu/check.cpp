@@ -42,10 +42,8 @@ struct Region {                  // `base` is a multiple of 4; the memory itself
 
 static Region arena;
 static size_t arena_top;
-static std::vector<Region>& variables() {
-    static auto* v = new std::vector<Region>;
-    return *v;
-}    // __device__, __constant__, __managed__
+static Region variables[1024];   // __device__, __constant__, __managed__, and host memory that cudaHostRegister pinned
+static int variables_used;
 static uintptr_t variables_low = ~(uintptr_t)0, variables_high;
 static Cell (*split_pool)[4];
 static uint32_t split_used = 1;
@@ -66,11 +64,12 @@ template <class T> static T* reserve(size_t count) {   // address space only: pa
 
 static void add_variables(char* from, char* to, uint8_t state, const char* name) {
     if (!from || from == to) return;
+    if (variables_used == 1024) fatal("more than 1024 calls of cudaHostRegister");
     uintptr_t base = (uintptr_t)from & ~(uintptr_t)15;
     size_t size = (uintptr_t)to - base;
     Region r{base, size, reserve<uint8_t>(size), reserve<Cell>(size / 4 + 1), false, name, (uintptr_t)from};
     memset(r.state, state, size);
-    variables().push_back(r);
+    variables[variables_used++] = r;
     variables_low = std::min(variables_low, base);
     variables_high = std::max(variables_high, base + size);
 }
@@ -99,6 +98,15 @@ void* check_malloc(size_t n, MemoryKind kind) {
     arena_top = at + n;
     memset(arena.state + at, kind == MEMORY_DEVICE ? ALLOCATED : ALLOCATED | HOST_TOO, n);
     return (void*)(arena.base + at);
+}
+
+void check_register(void* p, size_t n) {
+    add_variables((char*)p, (char*)p + n, ALLOCATED | INITIALISED | HOST_TOO, "registered");
+}
+
+void check_unregister(void* p) {
+    for (int i = 0; i < variables_used; i++)
+        if (variables[i].first == (uintptr_t)p) variables[i].first = ~(uintptr_t)0;
 }
 
 static void drop_pages(void* p, size_t n) {
@@ -609,7 +617,7 @@ static void cut_out(std::map<uintptr_t, HostRange>& m, uintptr_t a, size_t n) {
     host_ranges = (int)(in_copy().size() + never_written().size());
 }
 
-void check_host_pending(Op* op, const void* p, size_t n, bool) {
+void check_host_pending(Op* op, const void* p, size_t n) {
     std::lock_guard<std::recursive_mutex> guard(host_lock);
     cut_out(in_copy(), (uintptr_t)p, n);
     in_copy()[(uintptr_t)p] = {(uintptr_t)p + n, op->id, (uint32_t)(uintptr_t)op->pc};
@@ -655,8 +663,8 @@ static const Region* region_of(uintptr_t a) {
         }
     }
     if (a >= variables_low && a < variables_high)
-        for (Region& r : variables())
-            if (a >= r.first && a - r.base < r.size) return &r;
+        for (int i = 0; i < variables_used; i++)
+            if (a >= variables[i].first && a - variables[i].base < variables[i].size) return &variables[i];
     return nullptr;
 }
 
@@ -682,7 +690,7 @@ static int in_library(struct dl_phdr_info* info, size_t, void* address) {
 
 static void stray(uintptr_t a, size_t n, bool write, void* pc) {
     Fiber* f = worker->running;
-    if (a - (uintptr_t)f->stack < f->size || innocent(a) || is_registered((void*)a)) return;
+    if (a - (uintptr_t)f->stack < f->size || innocent(a)) return;
     const char* verb = write ? "writes" : "reads";
     if (a < 65536) {
         report("null pointer", pc, nullptr, "the kernel %s %zu bytes at address %p", verb, n, (void*)a);
@@ -946,6 +954,9 @@ static void* kernel_malloc(size_t n) {
 }
 
 static bool cuda_memory_freed(void* p, void* pc) {
+    for (int i = 0; i < variables_used; i++)
+        if (p && variables[i].first == (uintptr_t)p)
+            report("bad free", pc, nullptr, "free() or delete of memory that cudaHostRegister still pins");
     if ((uintptr_t)p - arena.base >= arena.size) return false;
     auto it = kernel_heap().find(p);
     if (cur && it != kernel_heap().end()) {

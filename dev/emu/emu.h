@@ -89,6 +89,7 @@ struct Launch {
 
 // ---- shared memory
 struct SharedVar { const char* name; size_t size, align; int id; };
+struct SharedUse { const void* code; const SharedVar* var; };   // translate.py notes one at each declaration
 void* shared_var(SharedVar& v);                        // this block's copy
 void* dynamic_smem(size_t align);
 

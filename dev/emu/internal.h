@@ -73,7 +73,8 @@ struct Thread : ThreadId {
 };
 struct Slot { unsigned mask, arrived; const char *what, *file; int line; void* arg[32]; Done done; };
 struct Warp {
-    Slot slot[4];                // operations in progress, one for each mask
+    Slot slot[16];               // operations in progress, one for each mask; masks that miss a lane have two or more
+    unsigned busy;               // bit i: slot[i] is in use
     unsigned alive;
     unsigned asking;             // lanes in __activemask
     unsigned answer[32];
@@ -122,7 +123,7 @@ struct Grid {                    // one launch that is being executed
     long blocks, serial;
     size_t dynamic_limit;        // what cudaFuncSetAttribute allows
     std::atomic<long> next;
-    std::atomic<bool> failed;
+    std::atomic<cudaError_t> failed;                   // cudaSuccess: it goes on
     Op* op;
 };
 struct Worker {
@@ -151,6 +152,8 @@ extern const bool checking;
 enum MemoryKind { MEMORY_DEVICE, MEMORY_PINNED, MEMORY_MANAGED };
 void* check_malloc(size_t n, MemoryKind kind);         // from the arena with shadow; null when it is used up
 void check_free(void* p, size_t n);
+void check_register(void* p, size_t n);                // cudaHostRegister: host memory with shadow from now on
+void check_unregister(void* p);
 void check_grid_begin(Grid& g);
 void check_block_begin(Block* b);
 void check_shared_alloc(Block* b, char* p, size_t n);
@@ -169,7 +172,7 @@ void check_op_begin(Op* op);
 void check_op_touch(const void* p, size_t n, bool write);
 void check_op_copy(void* dst, const void* src, size_t n);          // initialised or not travels along
 // Host memory that an unfinished operation still uses.
-void check_host_pending(Op* op, const void* p, size_t n, bool written);
+void check_host_pending(Op* op, const void* p, size_t n);
 void check_exit();
 void note_poll(const void* p, void* pc);  // an atomic or volatile access; lets others run when it looks like waiting
 // counters (count.cpp)
@@ -205,8 +208,8 @@ extern uint32_t host_time;
 extern __thread Op* running_op;
 void drain_for_exit();
 cudaError_t synchronize(const char* call, void* pc);   // the host waits for everything
-size_t function_smem_limit(const void* function);
-bool is_registered(const void* p);                     // pinned by cudaHostRegister
+// What is wrong with so much static and dynamic shared memory, if cudaFuncSetAttribute allows `limit`; "" if nothing.
+std::string shared_excess(size_t fixed, size_t dynamic, size_t limit);
 bool valid_device_range(const void* p, size_t n, size_t* left);
 
 }

@@ -196,8 +196,14 @@ static ncclResult_t wrong(const Collective& c, const char* text) {
     return ncclInvalidArgument;
 }
 
+static bool alive(ncclComm* c, const char* call, void* pc) {
+    if (c && c->magic == ALIVE) return true;
+    report("NCCL", pc, nullptr, "%s: the communicator was never created, or was destroyed or aborted", call);
+    return false;
+}
+
 static ncclResult_t issue(const Collective& c) {
-    if (!c.comm || c.comm->magic != ALIVE) return wrong(c, "the communicator was never created, or was destroyed");
+    if (!alive(c.comm, kind_name[c.kind], c.pc)) return ncclInvalidArgument;
     if (!size_of(c.type)) return wrong(c, "this data type is not emulated");
     size_t left, ranks = (size_t)c.comm->ranks, size = size_of(c.type);
     size_t sent = (c.kind == REDUCE_SCATTER ? c.count * ranks : c.count) * size,
@@ -277,10 +283,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int ranks, ncclUniqueId id, i
 ncclResult_t ncclCommFinalize(ncclComm_t) { MAY_FAIL; return ncclSuccess; }
 ncclResult_t ncclCommDestroy(ncclComm_t c) {
     MAY_FAIL;
-    if (!c || c->magic != ALIVE) {
-        report("NCCL", PC, nullptr, "ncclCommDestroy of a communicator that does not exist");
-        return ncclInvalidArgument;
-    }
+    if (!alive(c, "ncclCommDestroy", PC)) return ncclInvalidArgument;
     synchronize("ncclCommDestroy", PC);
     int over = 0;
     MPI_Finalized(&over);
@@ -290,22 +293,26 @@ ncclResult_t ncclCommDestroy(ncclComm_t c) {
 }
 ncclResult_t ncclCommAbort(ncclComm_t c) {
     MAY_FAIL;
-    c->aborted = true;
+    if (!alive(c, "ncclCommAbort", PC)) return ncclInvalidArgument;
+    c->aborted = true;                                 // what was issued and has not run never will
     c->magic = 0;
     return ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* r) {
     MAY_FAIL;
+    if (!alive(c, "ncclCommGetAsyncError", PC)) return ncclInvalidArgument;
     *r = c->error;
     return ncclSuccess;
 }
 ncclResult_t ncclCommCount(const ncclComm_t c, int* n) {
     MAY_FAIL;
+    if (!alive(c, "ncclCommCount", PC)) return ncclInvalidArgument;
     *n = c->ranks;
     return ncclSuccess;
 }
 ncclResult_t ncclCommUserRank(const ncclComm_t c, int* r) {
     MAY_FAIL;
+    if (!alive(c, "ncclCommUserRank", PC)) return ncclInvalidArgument;
     *r = c->rank;
     return ncclSuccess;
 }

@@ -4,6 +4,8 @@ namespace emu {
 const bool checking = false;
 void* check_malloc(size_t, MemoryKind) { return nullptr; }
 void check_free(void*, size_t) {}
+void check_register(void*, size_t) {}
+void check_unregister(void*) {}
 void check_grid_begin(Grid&) {}
 void check_block_begin(Block*) {}
 void check_shared_alloc(Block*, char*, size_t) {}
@@ -20,6 +22,6 @@ void count_mma() {}
 void check_op_begin(Op*) {}
 void check_op_touch(const void*, size_t, bool) {}
 void check_op_copy(void*, const void*, size_t) {}
-void check_host_pending(Op*, const void*, size_t, bool) {}
+void check_host_pending(Op*, const void*, size_t) {}
 void check_exit() {}
 }

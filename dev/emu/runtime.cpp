@@ -3,6 +3,7 @@
 #include <malloc.h>
 #include <string.h>
 #include <map>
+#include <set>
 #include "internal.h"
 #define MAY_FAIL EMU_MAY_FAIL(cudaErrorUnknown)
 
@@ -19,41 +20,39 @@ extern "C" {
 extern char __start_emu_device[] __attribute__((weak)), __stop_emu_device[] __attribute__((weak));
 extern char __start_emu_constant[] __attribute__((weak)), __stop_emu_constant[] __attribute__((weak));
 extern char __start_emu_managed[] __attribute__((weak)), __stop_emu_managed[] __attribute__((weak));
+extern const SharedUse __start_emu_shared_uses[] __attribute__((weak)), __stop_emu_shared_uses[] __attribute__((weak));
+void* _Unwind_FindEnclosingFunction(void* pc);
 }
 
-// Pageable memory that cudaHostRegister has pinned: kernels may touch it, the checker has no shadow for it.
+// Pageable memory that cudaHostRegister has pinned.
 static std::map<char*, size_t>& registered() { static auto* m = new std::map<char*, size_t>; return *m; }
-bool is_registered(const void* p) {
-    std::lock_guard<std::mutex> guard(memory_lock);
-    auto it = registered().upper_bound((char*)p);
-    return it != registered().begin() && (size_t)((char*)p - std::prev(it)->first) < std::prev(it)->second;
-}
 
 enum PointerKind { POINTER_HOST, POINTER_DEVICE, POINTER_PINNED, POINTER_MANAGED, POINTER_FREED };
-struct Place { PointerKind kind; size_t left; char* start; };       // left: bytes to the end of its allocation
+struct Place { PointerKind kind; size_t left; };        // left: bytes to the end of its allocation
 
-static bool within(const void* p, char* a, char* b) { return a && (char*)p >= a && (char*)p < b; }
+static size_t left_within(const void* p, char* from, char* to) {
+    return from && (char*)p >= from && (char*)p < to ? (size_t)(to - (char*)p) : 0;
+}
 
 static Place locate(const void* p) {
-    if (within(p, __start_emu_device, __stop_emu_device))
-        return {POINTER_DEVICE, (size_t)(__stop_emu_device - (char*)p), (char*)p};
-    if (within(p, __start_emu_constant, __stop_emu_constant))
-        return {POINTER_DEVICE, (size_t)(__stop_emu_constant - (char*)p), (char*)p};
-    if (within(p, __start_emu_managed, __stop_emu_managed))
-        return {POINTER_MANAGED, (size_t)(__stop_emu_managed - (char*)p), (char*)p};
+    if (size_t n = left_within(p, __start_emu_device, __stop_emu_device)) return {POINTER_DEVICE, n};
+    if (size_t n = left_within(p, __start_emu_constant, __stop_emu_constant)) return {POINTER_DEVICE, n};
+    if (size_t n = left_within(p, __start_emu_managed, __stop_emu_managed)) return {POINTER_MANAGED, n};
     std::lock_guard<std::mutex> guard(memory_lock);
+    auto pinned = registered().upper_bound((char*)p);
+    if (pinned != registered().begin() && (--pinned, (char*)p < pinned->first + pinned->second))
+        return {POINTER_PINNED, (size_t)(pinned->first + pinned->second - (char*)p)};
     auto it = allocations().upper_bound((char*)p);
-    if (it == allocations().begin()) return {POINTER_HOST, 0, nullptr};
+    if (it == allocations().begin()) return {POINTER_HOST, 0};
     --it;
-    size_t offset = (size_t)((char*)p - it->first);
     const Allocation& a = it->second;
-    if (offset > a.size) return {POINTER_HOST, 0, nullptr};
-    PointerKind kind = a.freed                   ? POINTER_FREED
-                       : a.kind == MEMORY_DEVICE ? POINTER_DEVICE
-                       : a.kind == MEMORY_PINNED ? POINTER_PINNED
-                                                 : POINTER_MANAGED;
-    if (offset == a.size && kind != POINTER_FREED && a.size) return {kind, 0, it->first};
-    return {kind, a.size - offset, it->first};
+    size_t offset = (size_t)((char*)p - it->first);
+    if (offset > a.size || (offset == a.size && (a.freed || !a.size))) return {POINTER_HOST, 0};
+    return {a.freed                   ? POINTER_FREED
+            : a.kind == MEMORY_DEVICE ? POINTER_DEVICE
+            : a.kind == MEMORY_PINNED ? POINTER_PINNED
+                                      : POINTER_MANAGED,
+            a.size - offset};
 }
 
 bool valid_device_range(const void* p, size_t n, size_t* left) {
@@ -165,8 +164,7 @@ static cudaError_t copy(const char* call, Rows r, cudaMemcpyKind kind, cudaStrea
         return cudaErrorInvalidValue;
     bool pageable_dst = locate(r.dst).kind == POINTER_HOST, pageable_src = locate(r.src).kind == POINTER_HOST;
     std::shared_ptr<std::vector<char>> staged;
-    if (async && pageable_src && !pageable_dst &&
-        !is_registered(r.src)) {    // CUDA has staged pageable memory before the call returns
+    if (async && pageable_src && !pageable_dst) {      // CUDA has staged pageable memory before the call returns
         staged = std::make_shared<std::vector<char>>((const char*)r.src, (const char*)r.src + sbytes);
         r.src = staged->data();
     }
@@ -174,7 +172,7 @@ static cudaError_t copy(const char* call, Rows r, cudaMemcpyKind kind, cudaStrea
     if (!op) return cudaErrorInvalidResourceHandle;
     op->skip_at_exit = pageable_dst;
     if (!async && kind != cudaMemcpyDeviceToDevice) wait_for(op);
-    else if (pageable_dst) check_host_pending(op.get(), r.dst, dbytes, true);
+    else if (pageable_dst) check_host_pending(op.get(), r.dst, dbytes);
     return cudaSuccess;
 }
 
@@ -213,17 +211,45 @@ static std::map<const void*, const Kernel*>& known_kernels() {
     return *m;
 }
 
-size_t function_smem_limit(const void* function) {
+static size_t function_smem_limit(const void* function) {
     auto it = smem_attributes().find(function);
     return it == smem_attributes().end() ? limits().smem_block : (size_t)it->second;
 }
 
+// The static shared memory of a function and of what the compiler inlined into it.
+static size_t static_shared(const void* function) {
+    static std::map<const void*, size_t> known;
+    if (known.count(function)) return known[function];
+    std::set<const SharedVar*> used;
+    for (const SharedUse* u = __start_emu_shared_uses; u < __stop_emu_shared_uses; u++)
+        if (_Unwind_FindEnclosingFunction((void*)u->code) == function) used.insert(u->var);
+    size_t n = 0;
+    for (const SharedVar* v : used) n = (n + v->align - 1) / v->align * v->align + v->size;
+    return known[function] = n;
+}
+
+static std::string text(const char* format, size_t a, size_t b, size_t c = 0) {
+    char s[200];
+    snprintf(s, sizeof s, format, a, b, c);
+    return s;
+}
+
+std::string shared_excess(size_t fixed, size_t dynamic, size_t limit) {
+    const Limits& l = limits();
+    if (dynamic > l.smem_optin)
+        return text("%zu bytes of dynamic shared memory, this architecture has at most %zu a block", dynamic,
+                    l.smem_optin);
+    if (dynamic > limit)
+        return text("%zu bytes of dynamic shared memory, but cudaFuncSetAttribute allowed this kernel no more than %zu",
+                    dynamic, limit);
+    size_t most = limit > l.smem_block ? l.smem_optin : l.smem_block;
+    if (fixed > l.smem_block || fixed + dynamic > most)
+        return text("%zu bytes of static and %zu of dynamic shared memory are more than the %zu a block may have",
+                    fixed, dynamic, fixed > l.smem_block ? l.smem_block : most);
+    return "";
+}
+
 static std::string illegal_config(const Config& c, const Kernel* k) {
-    auto text = [](const char* format, size_t a, size_t b) {
-        char s[200];
-        snprintf(s, sizeof s, format, a, b);
-        return std::string(s);
-    };
     size_t threads = (size_t)c.block.x * c.block.y * c.block.z;
     if (!c.grid.x || !c.grid.y || !c.grid.z || !threads) return "the grid or the block is empty";
     if (threads > 1024) return text("%zu threads in a block, %zu is the most", threads, 1024);
@@ -234,14 +260,8 @@ static std::string illegal_config(const Config& c, const Kernel* k) {
     if (k && k->max_threads && threads > (size_t)k->max_threads)
         return text("%zu threads in a block, but __launch_bounds__ promises at most %zu", threads,
                     (size_t)k->max_threads);
-    if (c.smem > limits().smem_optin)
-        return text("%zu bytes of dynamic shared memory, this architecture has at most %zu a block", c.smem,
-                    limits().smem_optin);
-    size_t allowed = k ? function_smem_limit(k->address) : limits().smem_block;
-    if (c.smem > allowed)
-        return text("%zu bytes of dynamic shared memory, but cudaFuncSetAttribute allowed this kernel no more than %zu",
-                    c.smem, allowed);
-    return "";
+    return k ? shared_excess(static_shared(k->address), c.smem, function_smem_limit(k->address))
+             : shared_excess(0, c.smem, limits().smem_block);
 }
 
 void launch(const Config& c, Closure closure) {
@@ -318,9 +338,14 @@ static const struct { cudaError_t code; const char *name, *text;
     {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {cudaErrorNoDevice, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
     {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
+    {cudaErrorHostMemoryAlreadyRegistered, "cudaErrorHostMemoryAlreadyRegistered",
+     "part or all of the requested memory range is already mapped"},
+    {cudaErrorHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered",
+     "pointer does not correspond to a registered memory region"},
     {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
     {cudaErrorIllegalState, "cudaErrorIllegalState", "the operation cannot be performed in the present state"},
     {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
+    {cudaErrorAssert, "cudaErrorAssert", "device-side assert triggered"},
     {cudaErrorLaunchOutOfResources, "cudaErrorLaunchOutOfResources", "too many resources requested for launch"},
     {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
     {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported",
@@ -385,17 +410,21 @@ cudaError_t cudaFreeAsync(void* p, cudaStream_t s) {
 }
 cudaError_t cudaHostRegister(void* p, size_t n, unsigned) {
     MAY_FAIL;
+    if (!p || !n) return set_error(cudaErrorInvalidValue);
+    if (locate(p).kind != POINTER_HOST) return set_error(cudaErrorHostMemoryAlreadyRegistered);
     std::lock_guard<std::mutex> guard(memory_lock);
     registered()[(char*)p] = n;
+    check_register(p, n);
     return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* p) {
     MAY_FAIL;
     synchronize("cudaHostUnregister", PC);
     std::lock_guard<std::mutex> guard(memory_lock);
+    check_unregister(p);
     if (registered().erase((char*)p)) return cudaSuccess;
     report("bad free", PC, nullptr, "cudaHostUnregister of memory that is not registered");
-    return set_error(cudaErrorInvalidValue);
+    return set_error(cudaErrorHostMemoryNotRegistered);
 }
 cudaError_t cudaGetSymbolAddress(void** p, const void* symbol) {
     MAY_FAIL;
@@ -405,7 +434,7 @@ cudaError_t cudaGetSymbolAddress(void** p, const void* symbol) {
 cudaError_t cudaHostGetDevicePointer(void** d, void* h, unsigned) {
     MAY_FAIL;
     *d = h;
-    return locate(h).kind == POINTER_PINNED || is_registered(h) ? cudaSuccess : set_error(cudaErrorInvalidValue);
+    return locate(h).kind == POINTER_PINNED ? cudaSuccess : set_error(cudaErrorInvalidValue);
 }
 cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
     MAY_FAIL;
@@ -490,6 +519,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void* f) {
     auto it = known_kernels().find(f);
     a->maxThreadsPerBlock = it != known_kernels().end() && it->second->max_threads ? it->second->max_threads : 1024;
     a->maxDynamicSharedSizeBytes = (int)function_smem_limit(f);
+    a->sharedSizeBytes = static_shared(f);
     a->numRegs = 32;
     a->binaryVersion = a->ptxVersion = options().sm;
     return cudaSuccess;

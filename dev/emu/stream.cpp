@@ -48,6 +48,9 @@ cudaError_t set_error(cudaError_t e) {
 
 cudaError_t error_so_far() { return last_error; }
 
+// A fault inside a kernel stays until the process ends.
+static bool fatal_error() { return last_error == cudaErrorLaunchFailure || last_error == cudaErrorAssert; }
+
 static Stream* find_stream(cudaStream_t s) {
     if (!s || s == cudaStreamLegacy || s == cudaStreamPerThread) return streams()[0];
     return live().count((Stream*)s) ? (Stream*)s : nullptr;
@@ -208,7 +211,7 @@ cudaError_t synchronize(const char* call, void* pc) {
         return set_error(cudaErrorStreamCaptureUnsupported);
     }
     for (size_t i = 0; i < streams().size(); i++) wait_for(streams()[i]->last);
-    return last_error == cudaErrorLaunchFailure ? last_error : cudaSuccess;
+    return fatal_error() ? last_error : cudaSuccess;
 }
 
 static cudaError_t capture_forbids(Stream* s, const char* name, void* pc) {
@@ -225,7 +228,7 @@ extern "C" {
 cudaError_t cudaGetLastError(void) {
     if (failing(__func__)) return cudaErrorUnknown;
     cudaError_t e = last_error;
-    if (e != cudaErrorLaunchFailure) last_error = cudaSuccess;  // a fault inside a kernel stays until the process ends
+    if (!fatal_error()) last_error = cudaSuccess;
     return e;
 }
 cudaError_t cudaPeekAtLastError(void) {
@@ -284,7 +287,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t h) {
     }
     if (capture_forbids(s, "cudaStreamSynchronize", PC)) return cudaErrorStreamCaptureUnsupported;
     wait_for(s->last);
-    return last_error == cudaErrorLaunchFailure ? last_error : cudaSuccess;
+    return fatal_error() ? last_error : cudaSuccess;
 }
 // A query that finds unfinished work says so once and lets it run: programs that poll come to an end.
 static cudaError_t query(const OpRef& op) {

@@ -25,6 +25,11 @@ ALIGN = re.compile(r"alignas\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)|__attribute__\s
 SECTIONS = {"device": "emu_device", "constant": "emu_constant", "managed": "emu_managed"}
 
 
+# Tells the launch which function uses which shared variable: (an address in its code, the variable) in a section.
+NOTE_USE = ('asm volatile("777: .pushsection emu_shared_uses,\\"a?\\"; .quad 777b, %%c0; .popsection" '
+            ':: "i"(&emu_v_%s));')
+
+
 class TranslateError(Exception):
     pass
 
@@ -338,7 +343,7 @@ class Translator:
             if file_scope:
                 self.globals[name] = f"({value})"
             else:
-                result += f"emu_t_{name} &{name} = {value};"
+                result += f"emu_t_{name} &{name} = {value};{NOTE_USE % name}"
         return result
 
 

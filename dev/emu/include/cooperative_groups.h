@@ -11,6 +11,7 @@ struct thread_block {
     static dim3 group_index() { return dim3(blockIdx.x, blockIdx.y, blockIdx.z); }
     static dim3 thread_index() { return dim3(::emu::cur->tid.x, ::emu::cur->tid.y, ::emu::cur->tid.z); }
     static dim3 group_dim() { return blockDim; }
+    static dim3 dim_threads() { return blockDim; }
 };
 inline thread_block this_thread_block() { return {}; }
 
@@ -32,7 +33,7 @@ struct grid_group {
             while (*(volatile unsigned*)&emu_grid_tickets < target) __nanosleep(0);
             __threadfence();
         }
-        thread_block::sync(f, -l);
+        ::emu::barrier(-1 - (1 << 24) - l, ::emu::BARRIER_PLAIN, 0, f, l);
     }
 };
 inline grid_group this_grid() { return {}; }
@@ -126,19 +127,25 @@ inline thread_group tiled_partition(const thread_group&, unsigned n) {
     return coalesced_group{n == 32 ? 0xffffffffu : ((1u << n) - 1) << ((unsigned)::emu::cur->lane / n * n)};
 }
 
-template <class T = void> struct plus { template <class A> A operator()(A a, A b) const { return a + b; } };
-template <class T = void> struct greater { template <class A> A operator()(A a, A b) const { return a > b ? a : b; } };
-template <class T = void> struct less { template <class A> A operator()(A a, A b) const { return a < b ? a : b; } };
-template <class G, class T, class Op> inline T reduce(const G& g, T v, Op op, EMU_AT) {
-    for (int o = (int)g.size() / 2; o; o /= 2) v = op(v, g.shfl_xor(v, o, f, l));
-    return v;
-}
+#define EMU_GROUP_OP(name, expression) \
+    template <class T = void> struct name { template <class A> A operator()(A a, A b) const { return expression; } };
+EMU_GROUP_OP(plus, a + b) EMU_GROUP_OP(greater, a > b ? a : b) EMU_GROUP_OP(less, a < b ? a : b)
+EMU_GROUP_OP(bit_and, a & b) EMU_GROUP_OP(bit_or, a | b) EMU_GROUP_OP(bit_xor, a ^ b)
 template <class G, class T, class Op> inline T inclusive_scan(const G& g, T v, Op op, EMU_AT) {
     for (unsigned o = 1; o < g.size(); o *= 2) {
         T other = g.shfl_up(v, o, f, l);
         if (g.thread_rank() >= o) v = op(other, v);
     }
     return v;
+}
+template <class G, class T> inline T inclusive_scan(const G& g, T v, EMU_AT) {
+    return inclusive_scan(g, v, plus<T>(), f, l);
+}
+template <class G, class T> inline T exclusive_scan(const G& g, T v, EMU_AT) {
+    return inclusive_scan(g, v, plus<T>(), f, l) - v;
+}
+template <class G, class T, class Op> inline T reduce(const G& g, T v, Op op, EMU_AT) {   // a group may have 11 lanes
+    return g.shfl(inclusive_scan(g, v, op, f, l), g.size() - 1, f, l);
 }
 template <class G> inline void sync(const G& g, EMU_AT) { g.sync(f, l); }
 

@@ -1,5 +1,6 @@
 // The runtime's behaviour seen from the host: `api NAME` runs one test; run.py sets the environment.
 #include "cases.h"
+#include <nvtx3/nvToolsExt.h>
 
 static int failed;
 #define EXPECT(condition)                                         \
@@ -124,6 +125,40 @@ static void copies_2d() {
     cudaMemcpy2D(back, sizeof back[0], d, pitch, 3 * sizeof(float), 4, cudaMemcpyDeviceToHost);
     for (int y = 0; y < 4; y++) for (int x = 0; x < 3; x++) EXPECT(back[y][x] == y * 6 + x + 1);
 }
+static void copies_2d_async() {                        // a column of a matrix in registered memory, over lazy streams
+    cudaStream_t s;
+    cudaStreamCreate(&s);
+    float *h = (float*)malloc(24 * sizeof(float)), *back = (float*)calloc(4, sizeof(float)), *d = device<float>(4);
+    for (int i = 0; i < 24; i++) h[i] = i;
+    EXPECT(cudaHostRegister(h, 24 * sizeof(float), cudaHostRegisterDefault) == cudaSuccess);
+    EXPECT(cudaHostRegister(h, 24 * sizeof(float), cudaHostRegisterDefault) == cudaErrorHostMemoryAlreadyRegistered);
+    EXPECT(cudaHostRegister(back, 4 * sizeof(float), cudaHostRegisterDefault) == cudaSuccess);
+    EXPECT(cudaGetLastError() == cudaErrorHostMemoryAlreadyRegistered);
+    EXPECT(cudaMemcpy2DAsync(d, 4, h + 2, 6 * 4, 4, 4, cudaMemcpyHostToDevice, s) == cudaSuccess);
+    EXPECT(cudaMemcpyAsync(back, d, 16, cudaMemcpyDeviceToHost, s) == cudaSuccess);
+    EXPECT(back[3] == 0);
+    cudaStreamSynchronize(s);
+    for (int y = 0; y < 4; y++) EXPECT(back[y] == y * 6 + 2);
+    EXPECT(cudaMemset2DAsync(d, 8, 0, 4, 2, s) == cudaSuccess);
+    EXPECT(cudaMemcpy2DAsync(h, 8, d, 4, 4, 3, cudaMemcpyDeviceToHost, s) == cudaSuccess);
+    cudaStreamSynchronize(s);
+    EXPECT(h[0] == 0 && h[1] == 1 && h[2] == 8 && h[3] == 3 && h[4] == 0 && h[5] == 5);
+    EXPECT(cudaHostUnregister(h) == cudaSuccess && cudaHostUnregister(back) == cudaSuccess);
+}
+static void ranges() {                                 // NVTX does nothing here, but must compile and run
+    nvtxEventAttributes_t a = {};
+    a.version = NVTX_VERSION;
+    a.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+    a.messageType = NVTX_MESSAGE_TYPE_ASCII;
+    a.message.ascii = "step";
+    nvtxRangePushEx(&a);
+    nvtxRangePushA("forward");
+    set<<<1, 32>>>(device<int>(32), 1);
+    nvtxRangePop();
+    nvtxRangePop();
+    nvtxRangeEnd(nvtxRangeStartA("backward"));
+    nvtxMarkA("saved");
+}
 // EMU_ORDER: prints the order in which the threads ran
 static void order() {
     int* out = device<int>(8);
@@ -172,6 +207,8 @@ static const struct { const char* name; void (*run)();
     {"graphs", graphs},
     {"elapsed", elapsed},
     {"copies_2d", copies_2d},
+    {"copies_2d_async", copies_2d_async},
+    {"ranges", ranges},
     {"order", order},
     {"attributes", attributes},
     {"launch_array", launch_array},

@@ -42,6 +42,47 @@ template <class T> static void gemm(cublasHandle_t h, bool ta, bool tb, float be
     }
 }
 
+// D = A^T B + beta D with an output of fp32 or bf16, in place: how gradients are added up over micro-batches
+template <class T> static void lt_accumulate(cublasLtHandle_t h, cudaDataType type, float beta, cudaStream_t stream) {
+    cublasLtMatmulDesc_t d;
+    cublasLtMatrixLayout_t la, lb, lc;
+    cublasLtMatmulPreference_t p;
+    cublasLtMatmulHeuristicResult_t found;
+    int count = 0;
+    size_t workspace = 1024;
+    auto a = fill<bf16>(K * M, 0), b = fill<bf16>(K * N, 3);
+    auto c = fill<T>(M * N, 6);
+    bf16 *da = upload(a), *db = upload(b);
+    T* dc = upload(c);
+    void* space = device<char>(workspace);
+    float alpha = 0.5f;
+    cublasOperation_t t = CUBLAS_OP_T;
+    cublasLtMatmulDescCreate(&d, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    cublasLtMatmulDescSetAttribute(d, CUBLASLT_MATMUL_DESC_TRANSA, &t, sizeof t);
+    cublasLtMatrixLayoutCreate(&la, CUDA_R_16BF, K, M, K);
+    cublasLtMatrixLayoutCreate(&lb, CUDA_R_16BF, K, N, K);
+    cublasLtMatrixLayoutCreate(&lc, type, M, N, M);
+    cublasLtMatmulPreferenceCreate(&p);
+    cublasLtMatmulPreferenceSetAttribute(p, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace);
+    cublasLtMatmulAlgoGetHeuristic(h, d, la, lb, lc, lc, p, 1, &found, &count);
+    if (count != 1 || found.state != CUBLAS_STATUS_SUCCESS) failed = 1;
+    cudaDeviceSynchronize();
+    if (cublasLtMatmul(h, d, &alpha, da, la, db, lb, &beta, dc, lc, dc, lc, &found.algo, space, workspace, stream) !=
+        CUBLAS_STATUS_SUCCESS)
+        failed = 1;
+    cudaStreamSynchronize(stream);
+    auto r = download(dc, M * N);
+    for (int i = 0; i < M; i++) for (int j = 0; j < N; j++) {
+        double sum = 0;
+        for (int k = 0; k < K; k++) sum += (double)(float)a[k + i * K] * (double)(float)b[k + j * K];
+        double want = alpha * sum + beta * (double)(float)c[i + j * M];
+        expect("accumulate", (float)r[i + j * M], want, sizeof(T) == 2 ? fabs(want) / 256 + 1e-6 : 1e-5);
+    }
+    cublasLtMatmulPreferenceDestroy(p);
+    cublasLtMatmulDescDestroy(d);
+    for (auto l : {la, lb, lc}) cublasLtMatrixLayoutDestroy(l);
+}
+
 static void lt_product(cublasLtHandle_t h, const char* mistake) {
     cublasLtMatmulDesc_t d;
     cublasLtMatrixLayout_t la, lb, lc;
@@ -110,6 +151,10 @@ int main(int argc, char** argv) {
             gemm<bf16>(h, t & 1, t & 2, 0.25f, CUDA_R_16BF);
         }
         lt_product(lt, "");
+        for (float beta : {0.0f, 1.0f}) {
+            lt_accumulate<float>(lt, CUDA_R_32F, beta, s);
+            lt_accumulate<bf16>(lt, CUDA_R_16BF, beta, s);
+        }
     }
     cudaDeviceSynchronize();
     cublasDestroy(h);

@@ -1,4 +1,4 @@
-// NCCL over MPI: each collective against plain loops, run by `mpirun -np N collectives [wrong_order|missing_rank]`.
+// NCCL over MPI: each collective against plain loops, run by `mpirun -np N collectives [wrong_order|abort|missing_rank]`.
 #include "cases.h"
 #include <cuda_bf16.h>
 #include <mpi.h>
@@ -76,6 +76,13 @@ int main(int argc, char** argv) {
         ncclCommGetAsyncError(comm, &e);
         printf("async error: %s\n", ncclGetErrorString(e));
         ncclCommAbort(comm);
+    } else if (!strcmp(mode, "abort")) {               // rank 1 gives up; nobody waits for what was issued
+        if (rank == 0) ncclAllReduce(x, x, 8, ncclFloat32, ncclSum, comm, stream);
+        ncclResult_t e;
+        if (ncclCommGetAsyncError(comm, &e) != ncclSuccess || e != ncclSuccess) failed = 1;
+        if (ncclCommAbort(comm) != ncclSuccess) failed = 1;
+        cudaStreamSynchronize(stream);
+        if (!failed) printf("aborted\n");
     } else if (!strcmp(mode, "missing_rank")) {
         if (rank != 1) ncclAllReduce(x, x, 8, ncclFloat32, ncclSum, comm, stream);
         cudaStreamSynchronize(stream);

@@ -3,7 +3,7 @@
 
 __global__ void set(int* p, int n, int v) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) p[i] = v;  // bad: two_writers blocking_streams nonblocking
+    if (i < n) p[i] = v;  // bad: registered_kernel two_writers blocking_streams nonblocking
 }
 __global__ void copy(int* to, const int* from, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -80,6 +80,37 @@ static void source_overwritten_case(bool bad) {
     if (!bad) cudaStreamSynchronize(s.a);
     h[7] = -1;                                                             // bad: source_overwritten
     cudaStreamSynchronize(s.a);
+}
+
+static void registered_case(bool bad) {                // malloc'ed memory, pinned afterwards
+    Streams s;
+    int *d = device<int>(64), *h = (int*)malloc(64 * sizeof(int));
+    for (int i = 0; i < 64; i++) h[i] = i;
+    cudaHostRegister(h, 64 * sizeof(int), cudaHostRegisterDefault);
+    cudaMemcpyAsync(d, h, 64 * sizeof(int), cudaMemcpyHostToDevice, s.a);
+    if (!bad) cudaStreamSynchronize(s.a);
+    h[7] = -1;                                                             // bad: registered
+    cudaStreamSynchronize(s.a);
+    cudaHostUnregister(h);
+    h[7] = 0;
+    free(h);
+}
+static void registered_kernel_case(bool bad) {
+    int *h = (int*)malloc(64 * sizeof(int)), *p;
+    memset(h, 0, 64 * sizeof(int));
+    cudaHostRegister(h, 64 * sizeof(int), cudaHostRegisterMapped);
+    cudaHostGetDevicePointer((void**)&p, h, 0);
+    set<<<1, 96>>>(p, bad ? 65 : 64, 5);
+    cudaDeviceSynchronize();
+    if (h[3] != 5) exit(1);
+    cudaHostUnregister(h);
+    free(h);
+}
+static void registered_free_case(bool bad) {
+    int* h = (int*)malloc(64 * sizeof(int));
+    cudaHostRegister(h, 64 * sizeof(int), cudaHostRegisterDefault);
+    if (!bad) cudaHostUnregister(h);
+    free(h);                                                               // bad: registered_free
 }
 
 enum EventUse { EVENT_RIGHT, EVENT_MISSING, EVENT_TOO_EARLY, EVENT_NEVER_RECORDED, EVENT_OTHER };
@@ -287,6 +318,9 @@ static const Case table[] = {
     {"async_copy_pageable", "missing", async_copy_pageable_case},
     {"wrong_stream_waited", "missing", wrong_stream_waited_case},
     {"source_overwritten", "missing", source_overwritten_case},
+    {"registered", "missing", registered_case},
+    {"registered_kernel", "", registered_kernel_case},
+    {"registered_free", "bad", registered_free_case},
     {"no_event", "missing", no_event_case},
     {"event_too_early", "missing", event_too_early_case},
     {"event_never", "missing", event_never_case},

@@ -178,6 +178,23 @@ static void static_and_dynamic_case(bool bad) {
     static_and_dynamic<<<1, 32, bad ? 32768 : 16384>>>(device<float>(32));   // bad: static_and_dynamic
 }
 
+__global__ void static_in_branch(float* out, bool never) {   // counted whether or not a thread comes there
+    if (never) {
+        __shared__ float fixed[8192];
+        fixed[threadIdx.x] = 1;
+        out[threadIdx.x] = fixed[31 - threadIdx.x];
+    }
+}
+static void static_in_branch_case(bool bad) {
+    static_in_branch<<<1, 32, bad ? 32768 : 16384>>>(device<float>(32), false);   // bad: static_in_branch
+    if (bad != (cudaGetLastError() == cudaErrorInvalidConfiguration)) exit(2);
+}
+__global__ void asserting(const int* in) { assert(in[threadIdx.x] < 40); }        // bad: device_assert
+static void device_assert_case(bool bad) {
+    asserting<<<1, bad ? 64 : 32>>>(upload(ramp<int>(64)));
+    if (bad != (cudaDeviceSynchronize() == cudaErrorAssert)) exit(2);
+}
+
 // ---------------------------------------------------------------- tensor-core loads and asynchronous copies
 __global__ void async_wait(float* out, const float* in, bool bad) {
     __shared__ __align__(16) float s[128];
@@ -309,6 +326,8 @@ static const Case table[] = {
     {"smem_instance", "launch", smem_instance_case},
     {"smem_architecture", "launch", smem_architecture_case},
     {"static_and_dynamic", "launch", static_and_dynamic_case},
+    {"static_in_branch", "launch", static_in_branch_case},
+    {"device_assert", "assert", device_assert_case},
     {"async_wait", "missing", async_wait_case},
     {"async_barrier", "race", async_barrier_case},
     {"async_groups", "missing", async_groups_case},

@@ -138,6 +138,10 @@ def intrinsics(mode, cc, **env):
     clean([build("intrinsics", mode, cc)], env)
 
 
+def groups(mode, cc, **env):
+    clean([build("groups", mode, cc)], env)
+
+
 def textbook(mode, cc, **env):
     clean([build("textbook", mode, cc)], env)
 
@@ -225,6 +229,11 @@ def wrong_collective():
     need(code != 0 and "runs ncclAllReduce of 8 elements" in text and "async error: invalid usage" in text, text[-600:])
 
 
+def abort():
+    code, text = mpi(2, "abort")
+    need(code == 0 and text.count("aborted") == 2, text[-600:])
+
+
 def missing_rank():
     code, text = mpi(2, "missing_rank", EMU_NCCL_TIMEOUT="2")
     need(code != 0 and "other ranks did not come" in text, text[-600:])
@@ -275,6 +284,9 @@ TESTS = [
     ("textbook kernels, random", lambda: textbook("fast", "g++", EMU_ORDER="random:5")),
     ("textbook kernels, reverse (checker)", lambda: textbook("check", "g++", EMU_ORDER="reverse")),
     ("textbook kernels, lazy streams", lambda: textbook("fast", "g++", EMU_LAZY_STREAM="1")),
+    ("cooperative groups (checker)", lambda: groups("check", "g++")),
+    ("cooperative groups, random (checker)", lambda: groups("check", "g++", EMU_ORDER="random:3")),
+    ("cooperative groups, random (clang++)", lambda: groups("fast", "clang++", EMU_ORDER="random:4")),
     ("EMU_ORDER", orders),
     ("EMU_FAIL", lambda: api("fail_on_request", EMU_FAIL="cudaMalloc:2,cudaMemcpy:1,cudaStreamCreate:1")),
     ("EMU_FAIL reaches every function", every_call_can_fail),
@@ -285,6 +297,8 @@ TESTS = [
     ("graphs", lambda: api("graphs")),
     ("events", lambda: api("elapsed")),
     ("two-dimensional copies", lambda: api("copies_2d")),
+    ("registered memory", lambda: api("copies_2d_async", EMU_LAZY_STREAM="1")),
+    ("NVTX", lambda: api("ranges")),
     ("function attributes", lambda: api("attributes")),
     ("cudaLaunchKernel", lambda: api("launch_array")),
     ("watchdog names kernel and line", lambda: api("watchdog", 1, "watchdog", EMU_WATCHDOG="1")),
@@ -304,6 +318,7 @@ TESTS = [
     ("NCCL, 2 ranks", lambda: collectives(2)),
     ("NCCL, 3 ranks as a ring", lambda: collectives(3, EMU_NCCL="ring")),
     ("NCCL: another sequence of collectives", wrong_collective),
+    ("NCCL: abort", abort),
     ("NCCL: a rank that does not come", missing_rank),
     ("memory counters", counters),
     ("llmc/ptx.cuh compiles for sm_80", lambda: nvcc_compiles_ptx("sm_80")),
@@ -329,7 +344,8 @@ def main():
     # each program is built once, before the tests that share it
     first = [("fast", "intrinsics", "g++"), ("check", "intrinsics", "g++"), ("fast", "textbook", "g++"), ("check",
             "textbook", "g++"), ("fast", "api", "g++"),
-             ("check", "blas", "g++"), ("check", "collectives", "g++"), ("check", "counters", "g++")]
+             ("check", "blas", "g++"), ("check", "collectives", "g++"), ("check", "counters", "g++"),
+             ("check", "groups", "g++")]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         tests = [t for t in TESTS if word in t[0]]
         if not word:
