@@ -148,7 +148,7 @@ NVCC_RANKS := $(if $(ONE_GPU),$(ONE_GPU),-ccbin $(MPICXX) $(NCCL_INCLUDE)) # MPI
 ifdef USE_CUDNN
   NVCC_FLAGS += -DUSE_CUDNN
   CUDNN_OBJECT := $(BUILD)/cudnn_attention.o
-  CUDNN_LIBS := $(call link_lib,$(CUDNN)) -ldl
+  CUDNN_LIBS := $(call link_lib,$(CUDNN)) $(call link_lib,$(call find_lib,nvrtc,$(wheel_cudnn)/nvidia/cu13/lib)) -ldl
 endif
 TRAINER_LIBS := $(if $(ONE_GPU),,$(call link_lib,$(NCCL))) $(CUDNN_LIBS) $(GPU_LIBS)
 EMU := $(wildcard dev/emu/*.cpp dev/emu/*.h dev/emu/*.py dev/emu/emucc dev/emu/include/*)
@@ -167,7 +167,7 @@ found-gpu:
 	@echo "$(if $(CJSON_FLAGS),✓ cJSON,✗ cJSON: no (needed; make deps installs it))"
 	@echo "$(if $(GPU_NAMES),✓ GPU: $(GPU_NAMES),✗ GPU: none here); building for $(ARCHS)$(if $(PTX), and PTX (compute_$(PTX)) for newer ones)"
 	@$(if $(UNKNOWN_ARCHS),echo "  this nvcc does not know $(UNKNOWN_ARCHS): left to the PTX")
-	@$(if $(and $(NVCC),$(CUBLASLT),$(CJSON_FLAGS)),true,echo "what has a ✗ and is needed is missing" >&2; exit 1)
+	@$(if $(and $(NVCC),$(CUBLASLT),$(CJSON_FLAGS),$(or $(if $(USE_CUDNN),,yes),$(and $(CUDNN),$(CUDNN_H),$(CUDNN_FRONTEND_H)))),true,echo "what has a ✗ and is needed is missing" >&2; exit 1)
 
 found-emu:
 	@echo "$(if $(CUDA_HEADERS),✓ CUDA's headers $(CUDA_HEADERS),- CUDA's headers: fetched from PyPI)"
@@ -180,8 +180,8 @@ train_moe: train_moe.cu $(HEADERS) $(CUDNN_OBJECT) $(BUILD)/flags_gpu | found-gp
 $(BUILD)/test_moe: test_moe.cu train_moe.cu train_moe_cpu.c $(HEADERS) $(CUDNN_OBJECT) $(BUILD)/flags_gpu | found-gpu
 	$(NVCC) $(NVCC_FLAGS) $(NVCC_RANKS) $< $(CUDNN_OBJECT) -o $@ $(TRAINER_LIBS)
 
-$(BUILD)/cudnn_attention.o: llmc/cudnn_attention.cpp $(HEADERS) $(BUILD)/flags_gpu
-	$(CXX) -std=c++17 -O2 -Wall -Wextra -I. $(addprefix -isystem ,$(CUDA_HEADERS) $(dir $(CUDNN_H) $(CUDNN_FRONTEND_H))) -c $< -o $@
+$(BUILD)/cudnn_attention.o: llmc/cudnn_attention.cpp $(HEADERS) $(BUILD)/flags_gpu | found-gpu
+	$(CXX) -std=c++17 -O2 -Wall -Wextra -Wno-unused-variable -I. $(addprefix -isystem ,$(CUDA_HEADERS) $(dir $(CUDNN_H) $(CUDNN_FRONTEND_H))) -c $< -o $@
 
 train_moe_emu: train_moe.cu $(HEADERS) $(EMU) $(BUILD)/flags_emu | found-emu $(EMU_HEADERS)
 	dev/emu/emucc $(EMU_RANKS) -I. -o $@ $< $(EMU_LIBS)
@@ -215,7 +215,7 @@ deps-cuda: $(PYTHON)
 
 # cuDNN and the headers it is used through
 deps-cudnn: $(PYTHON)
-	$(BUILD)/venv/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(BUILD)/cudnn-wheels nvidia-cudnn-cu13 nvidia-cudnn-frontend
+	$(BUILD)/venv/bin/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(BUILD)/cudnn-wheels nvidia-cudnn-cu13 nvidia-cudnn-frontend==1.32.0 nvidia-cuda-nvrtc
 
 # ----------------------------------------------------------------------------
 # the main job
