@@ -146,8 +146,9 @@ void cross_entropy(float* losses, bf16* logits, const int* targets, size_t rows,
     if ((uintptr_t)logits % 16 != 0) {
         fatal("cross_entropy: logits must be 16-byte aligned, are at %p", (void*)logits);
     }
-    cross_entropy_kernel3<<<(unsigned)rows, 1024, 0, stream>>>(losses, logits, targets, V, vocab_size, d_loss,
-                                                               want_grad);
+    size_t threads = V / 8 < 1024 ? 32 * ceil_div(V / 8, 32) : 1024; // 8 logits a thread at least
+    cross_entropy_kernel3<<<(unsigned)rows, (unsigned)threads, 0, stream>>>(losses, logits, targets, V, vocab_size,
+                                                                            d_loss, want_grad);
     launchCheck("cross_entropy_kernel3");
 }
 

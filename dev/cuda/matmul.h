@@ -21,6 +21,7 @@ typedef struct { // what cuBLASLt wants to know about a product of one shape, ma
     cublasLtMatmulAlgo_t algo;
 } MatmulPlan;
 
+#define MATMUL_WORKSPACE ((size_t)32 << 20)
 #define MATMUL_PLANS 4096 // a model has about 20 shapes; only --experts loop makes many: one for each number of rows
 #define MATMUL_PROBES 8   // a shape's plan lies in one of so many places from its hash on; when all are taken the first
                           // is given up
@@ -34,7 +35,7 @@ static struct {
 } matmul;
 
 void matmul_open(void) {
-    matmul.workspace_bytes = (size_t)32 << 20;
+    matmul.workspace_bytes = MATMUL_WORKSPACE;
     matmul.plans = (MatmulPlan*)callocCheck(MATMUL_PLANS + MATMUL_PROBES, sizeof(MatmulPlan));
     cudaCheck(cudaMalloc(&matmul.workspace, matmul.workspace_bytes));
     cublasCheck(cublasLtCreate(&matmul.handle));

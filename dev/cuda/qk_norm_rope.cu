@@ -136,7 +136,7 @@ __global__ void qk_norm_rope_backward_weight_kernel2(float* partials, const bf16
                                                      const float* rstd, const float* rope, size_t N, size_t T, int NH,
                                                      int NKV, int HD) {
     int i = threadIdx.x, half = HD / 2, partner = i < half ? i + half : i - half;
-    size_t begin = N * blockIdx.x / NORM_BLOCKS, end = N * (blockIdx.x + 1) / NORM_BLOCKS;
+    size_t begin = N * blockIdx.x / gridDim.x, end = N * (blockIdx.x + 1) / gridDim.x;
     float d_q = 0, d_k = 0;
     for (size_t n = begin; n < end; n++) {
         float cosine = rope[n % T * HD + i % half], sine = rope[n % T * HD + half + i % half];
@@ -189,11 +189,11 @@ void qk_norm_rope_forward2(bf16* qk, float* rstd, const bf16* qkv, const bf16* q
 void qk_norm_rope_backward2(bf16* d_qkv, float* d_q_norm, float* d_k_norm, const bf16* qkv, const float* rstd,
                             const bf16* q_norm, const bf16* k_norm, const float* rope, float* partials, size_t N,
                             size_t T, int NH, int NKV, int HD, cudaStream_t stream) {
-    qk_norm_rope_backward_weight_kernel2<<<NORM_BLOCKS, HD, 0, stream>>>(partials, d_qkv, qkv, rstd, rope, N, T, NH,
+    qk_norm_rope_backward_weight_kernel2<<<norm_blocks(N), HD, 0, stream>>>(partials, d_qkv, qkv, rstd, rope, N, T, NH,
                                                                          NKV, HD);
     launchCheck("qk_norm_rope_backward_weight_kernel2");
-    norm_weight_reduce(d_q_norm, partials, 2 * HD, HD, stream);
-    norm_weight_reduce(d_k_norm, partials + HD, 2 * HD, HD, stream);
+    norm_weight_reduce(d_q_norm, partials, norm_blocks(N), 2 * HD, HD, stream);
+    norm_weight_reduce(d_k_norm, partials + HD, norm_blocks(N), 2 * HD, HD, stream);
     qk_norm_rope_backward_kernel2<<<ceil_div(N * (NH + NKV), 8), 256, 0, stream>>>(
         d_qkv, qkv, rstd, q_norm, k_norm, rope, N, T, NH, NKV, HD);
     launchCheck("qk_norm_rope_backward_kernel2");
@@ -202,13 +202,20 @@ void qk_norm_rope_backward2(bf16* d_qkv, float* d_q_norm, float* d_k_norm, const
 // ----------------------------------------------------------------------------
 // kernel 3, as in train_moe.cu
 
-// 4 bf16 as floats, 8-byte aligned
+// 4 bf16 as floats, 8-byte aligned, and 4 floats, 16-byte aligned
 __device__ inline void load4(float (&x)[4], const bf16* p) {
     uint2 bits = *(const uint2*)p;
     x[0] = __uint_as_float(bits.x << 16);
     x[1] = __uint_as_float(bits.x & 0xffff0000u);
     x[2] = __uint_as_float(bits.y << 16);
     x[3] = __uint_as_float(bits.y & 0xffff0000u);
+}
+__device__ inline void load4(float (&x)[4], const float* p) {
+    float4 y = *(const float4*)p;
+    x[0] = y.x;
+    x[1] = y.y;
+    x[2] = y.z;
+    x[3] = y.w;
 }
 __device__ inline void store4(bf16* p, const float (&x)[4]) {
     *(uint2*)p = make_uint2(pack2(x[0], x[1]), pack2(x[2], x[3]));
@@ -229,7 +236,11 @@ __global__ void qk_norm_rope_forward_kernel3(bf16* qk, float* rstd, const bf16* 
                                              int NKV, int HD, float eps, int lanes) {
     size_t n = blockIdx.x;
     int i = threadIdx.x % lanes * 4, half = HD / 2, groups = blockDim.x / lanes;
-    const float* cosine = rope + (first + n % T) * HD + i;
+    float cosine[4] = {0, 0, 0, 0}, sine[4] = {0, 0, 0, 0};
+    if (i < half) {
+        load4(cosine, rope + (first + n % T) * HD + i);
+        load4(sine, rope + (first + n % T) * HD + half + i);
+    }
     for (int h0 = 0; h0 < NH + NKV; h0 += groups) { // all lanes of a warp stay together for the sums
         int h = h0 + threadIdx.x / lanes;
         bool inside = h < NH + NKV && i < half;
@@ -247,9 +258,9 @@ __global__ void qk_norm_rope_forward_kernel3(bf16* qk, float* rstd, const bf16* 
         load4(w1, weight);
         load4(w2, weight + half);
         for (int j = 0; j < 4; j++) {
-            float y1 = x1[j] * s * w1[j], y2 = x2[j] * s * w2[j], c = cosine[j], sine = cosine[half + j];
-            out1[j] = y1 * c - y2 * sine;
-            out2[j] = y2 * c + y1 * sine;
+            float y1 = x1[j] * s * w1[j], y2 = x2[j] * s * w2[j];
+            out1[j] = y1 * cosine[j] - y2 * sine[j];
+            out2[j] = y2 * cosine[j] + y1 * sine[j];
         }
         bf16* out = qk + (n * (NH + NKV) + h) * HD + i;
         store4(out, out1);
@@ -284,7 +295,7 @@ enum { ROPE_WARPS = 16 };
 // In place: the gradients of qk become those of qkv. With g the gradient rotated back, xhat = x * rstd, w the weight:
 // d = rstd * (g*w - xhat * mean(g*w*xhat)), and for a block's range of tokens partials (2,HD) = sums of g * xhat, of q
 // and of k.
-// A block owns 1/NORM_BLOCKS of the tokens: first their heads of q, then those of k. As above `lanes` threads own a
+// A block owns a range of the tokens: first their heads of q, then those of k. As above `lanes` threads own a
 // head at a time, and always the same elements of it, so that the sums for the weight stay in registers; at the end
 // they are added over the lanes of a warp that own the same elements, then over the warps. Bandwidth: 6 bytes an
 // element.
@@ -293,7 +304,7 @@ qk_norm_rope_backward_kernel3(bf16* d_qkv, float* partials, const bf16* qkv, con
                               const bf16* k_norm, const float* rope, size_t N, size_t T, int NH, int NKV, int HD,
                               int lanes) {
     __shared__ float warp_sums[ROPE_WARPS][128];
-    size_t begin = N * blockIdx.x / NORM_BLOCKS, end = N * (blockIdx.x + 1) / NORM_BLOCKS;
+    size_t begin = N * blockIdx.x / gridDim.x, end = N * (blockIdx.x + 1) / gridDim.x;
     int i = threadIdx.x % lanes * 4, half = HD / 2, group = threadIdx.x / lanes, groups = blockDim.x / lanes;
     for (int part = 0; part < 2; part++) {
         int heads = part == 0 ? NH : NKV, first_head = part == 0 ? 0 : NH, all = (int)(end - begin) * heads;
@@ -310,17 +321,17 @@ qk_norm_rope_backward_kernel3(bf16* d_qkv, float* partials, const bf16* qkv, con
             float x1[4] = {0, 0, 0, 0}, x2[4] = {0, 0, 0, 0}, g1[4] = {0, 0, 0, 0}, g2[4] = {0, 0, 0, 0};
             float s = 0, dot = 0;
             if (inside) {
-                float d1[4], d2[4];
+                float d1[4], d2[4], cosine[4], sine[4];
                 load4(x1, qkv + offset);
                 load4(x2, qkv + offset + half);
                 load4(d1, d_qkv + offset);
                 load4(d2, d_qkv + offset + half);
                 s = rstd[n * (NH + NKV) + h];
-                const float* cosine = rope + n % T * HD + i;
+                load4(cosine, rope + n % T * HD + i);
+                load4(sine, rope + n % T * HD + half + i);
                 for (int j = 0; j < 4; j++) {
-                    float c = cosine[j], sine = cosine[half + j];
-                    g1[j] = d1[j] * c + d2[j] * sine;
-                    g2[j] = d2[j] * c - d1[j] * sine;
+                    g1[j] = d1[j] * cosine[j] + d2[j] * sine[j];
+                    g2[j] = d2[j] * cosine[j] - d1[j] * sine[j];
                     sum1[j] += g1[j] * x1[j] * s;
                     sum2[j] += g2[j] * x2[j] * s;
                     dot += g1[j] * w1[j] * x1[j] + g2[j] * w2[j] * x2[j];
@@ -363,11 +374,11 @@ void qk_norm_rope_backward(bf16* d_qkv, float* d_q_norm, float* d_k_norm, const 
     int lanes = rope_lanes(HD);
     if (N == 0) { return; }
     if ((N / NORM_BLOCKS + 1) * NH > INT_MAX) { fatal("qk_norm_rope_backward: %zu tokens are too many", N); }
-    qk_norm_rope_backward_kernel3<<<NORM_BLOCKS, ROPE_WARPS * 32, 0, stream>>>(
+    qk_norm_rope_backward_kernel3<<<norm_blocks(N), ROPE_WARPS * 32, 0, stream>>>(
         d_qkv, partials, qkv, rstd, q_norm, k_norm, rope, N, T, NH, NKV, HD, lanes);
     launchCheck("qk_norm_rope_backward_kernel3");
-    norm_weight_reduce(d_q_norm, partials, 2 * HD, HD, stream);
-    norm_weight_reduce(d_k_norm, partials + HD, 2 * HD, HD, stream);
+    norm_weight_reduce(d_q_norm, partials, norm_blocks(N), 2 * HD, HD, stream);
+    norm_weight_reduce(d_k_norm, partials + HD, norm_blocks(N), 2 * HD, HD, stream);
 }
 
 // ----------------------------------------------------------------------------

@@ -129,7 +129,7 @@ __global__ void rmsnorm_backward_kernel2(bf16* d_residual, const bf16* d_out, co
 // A block owns a range of rows, a thread a column of them.
 __global__ void rmsnorm_backward_weight_kernel2(float* partials, const bf16* d_out, const bf16* residual,
                                                 const float* rstd, size_t N, int C) {
-    size_t begin = N * blockIdx.x / NORM_BLOCKS, end = N * (blockIdx.x + 1) / NORM_BLOCKS;
+    size_t begin = N * blockIdx.x / gridDim.x, end = N * (blockIdx.x + 1) / gridDim.x;
     for (int c = threadIdx.x; c < C; c += blockDim.x) {
         float sum = 0;
         for (size_t n = begin; n < end; n++) {
@@ -151,9 +151,9 @@ void rmsnorm_backward2(bf16* d_residual, float* d_weight, const bf16* d_out, con
     rmsnorm_backward_kernel2<<<ceil_div(N, 8), 256, 0, stream>>>(d_residual, d_out, residual, weight, rstd, N, (int)C,
                                                                  hidden_size, accumulate);
     launchCheck("rmsnorm_backward_kernel2");
-    rmsnorm_backward_weight_kernel2<<<NORM_BLOCKS, 512, 0, stream>>>(partials, d_out, residual, rstd, N, (int)C);
+    rmsnorm_backward_weight_kernel2<<<norm_blocks(N), 512, 0, stream>>>(partials, d_out, residual, rstd, N, (int)C);
     launchCheck("rmsnorm_backward_weight_kernel2");
-    norm_weight_reduce(d_weight, partials, C, C, stream);
+    norm_weight_reduce(d_weight, partials, norm_blocks(N), C, C, stream);
 }
 
 // ----------------------------------------------------------------------------
@@ -216,7 +216,7 @@ __global__ void rmsnorm_backward_kernel3(bf16* d_residual, const bf16* d_out, co
 // A thread owns 8 columns of a block's range of rows.
 __global__ void rmsnorm_backward_weight_kernel3(float* partials, const bf16* d_out, const bf16* residual,
                                                 const float* rstd, size_t N, int C) {
-    size_t begin = N * blockIdx.x / NORM_BLOCKS, end = N * (blockIdx.x + 1) / NORM_BLOCKS;
+    size_t begin = N * blockIdx.x / gridDim.x, end = N * (blockIdx.x + 1) / gridDim.x;
     for (int c = threadIdx.x * 8; c < C; c += blockDim.x * 8) {
         float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
         for (size_t n = begin; n < end; n++) {
@@ -241,9 +241,9 @@ void rmsnorm_backward3(bf16* d_residual, float* d_weight, const bf16* d_out, con
     rmsnorm_backward_kernel3<<<ceil_div(N, 8), 256, 0, stream>>>(d_residual, d_out, residual, weight, rstd, N, (int)C,
                                                                  hidden_size, accumulate);
     launchCheck("rmsnorm_backward_kernel3");
-    rmsnorm_backward_weight_kernel3<<<NORM_BLOCKS, 128, 0, stream>>>(partials, d_out, residual, rstd, N, (int)C);
+    rmsnorm_backward_weight_kernel3<<<norm_blocks(N), 128, 0, stream>>>(partials, d_out, residual, rstd, N, (int)C);
     launchCheck("rmsnorm_backward_weight_kernel3");
-    norm_weight_reduce(d_weight, partials, C, C, stream);
+    norm_weight_reduce(d_weight, partials, norm_blocks(N), C, C, stream);
 }
 
 // ----------------------------------------------------------------------------
@@ -300,7 +300,7 @@ void rmsnorm_forward(bf16* residual, bf16* out, float* rstd, const bf16* inp, co
 
 // With xhat = residual * rstd and g = d_out * weight: d_residual = rstd * (g - xhat * mean(g * xhat)), and for a
 // block's range of rows partials = sum of d_out * xhat.
-// A block owns 1/NORM_BLOCKS of the rows and takes as many at a time as it has warps. First a warp owns a row and
+// A block owns a range of the rows and takes as many at a time as it has warps. First a warp owns a row and
 // writes its d_residual; then a thread owns 2 columns, and adds up those rows, which by now are in the L1 cache. The
 // two halves need nothing of each other but the cache, so there is no barrier. Bandwidth: 6 bytes an element, 8 with
 // accumulate. Two blocks a multiprocessor, so that a large card runs all of them at once.
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(512, 2)
 rmsnorm_backward_kernel4(bf16* d_residual, float* partials, const bf16* d_out, const bf16* residual, const bf16* weight,
                          const float* rstd, size_t N, int C, int hidden_size, bool accumulate) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    size_t begin = N * blockIdx.x / NORM_BLOCKS, end = N * (blockIdx.x + 1) / NORM_BLOCKS;
+    size_t begin = N * blockIdx.x / gridDim.x, end = N * (blockIdx.x + 1) / gridDim.x;
     float* partial = partials + blockIdx.x * (size_t)C;
     for (int c = threadIdx.x * 2; c < C; c += blockDim.x * 2) { partial[c] = partial[c + 1] = 0; }
     for (size_t first = begin; first < end; first += warps) {
@@ -355,10 +355,10 @@ void rmsnorm_backward(bf16* d_residual, float* d_weight, const bf16* d_out, cons
     // d_residual (N,C) = or, with accumulate, +=; d_weight (C) +=; partials (NORM_BLOCKS,C) scratch
     if (N * C == 0) { return; }
     if (C % 8 != 0) { fatal("rmsnorm_backward: C must be a multiple of 8, is %zu", C); }
-    rmsnorm_backward_kernel4<<<NORM_BLOCKS, 512, 0, stream>>>(d_residual, partials, d_out, residual, weight, rstd, N,
-                                                              (int)C, hidden_size, accumulate);
+    rmsnorm_backward_kernel4<<<norm_blocks(N), 512, 0, stream>>>(d_residual, partials, d_out, residual, weight, rstd, N,
+                                                                 (int)C, hidden_size, accumulate);
     launchCheck("rmsnorm_backward_kernel4");
-    norm_weight_reduce(d_weight, partials, C, C, stream);
+    norm_weight_reduce(d_weight, partials, norm_blocks(N), C, C, stream);
 }
 
 // ----------------------------------------------------------------------------

@@ -475,6 +475,28 @@ void router_backward_weight(float* d_router, const float* d_router_logits, const
     router_backward_weight_sum_kernel2<<<ceil_div(count, 256), 256, 0, stream>>>(d_router, partials, count, splits);
     launchCheck("router_backward_weight_sum_kernel2");
 }
+
+// What a step reports of its routing, added up over microbatches: sums[0] += share * aux_loss, sums[1] += z_sum,
+// sums[2 + i] += tokens_per_expert[i] for the L*E experts of all layers. A thread an expert; too small to be bound by
+// anything but its launch.
+__global__ void router_sums_add_kernel1(double* sums, const double* aux_loss, const double* stats,
+                                        const int* tokens_per_expert, double share, size_t experts, int E) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i == 0) {
+        sums[0] += share * *aux_loss;
+        sums[1] += stats[2 * E]; // z_sum
+    }
+    if (i < experts) { sums[2 + i] += tokens_per_expert[i]; }
+}
+
+void router_sums_add(double* sums, const double* aux_loss, const double* stats, const int* tokens_per_expert,
+                     double share, int L, int E, cudaStream_t stream) {
+    // sums (2 + L*E) +=; aux_loss (1), stats (2E+1) and tokens_per_expert (L,E) of one microbatch
+    size_t experts = (size_t)L * E;
+    router_sums_add_kernel1<<<(unsigned)ceil_div(experts, 256), 256, 0, stream>>>(sums, aux_loss, stats,
+                                                                                tokens_per_expert, share, experts, E);
+    launchCheck("router_sums_add");
+}
 // ---- train_moe.cu has up to here
 
 // ----------------------------------------------------------------------------
@@ -687,6 +709,22 @@ void stats_match_cpu(size_t N, int E, int K) {
     check_f32(what, {(float)aux_loss.get()[0]}, {(float)loss}, 1e-6);
 }
 
+void step_sums_add_up(int L, int E) {
+    // twice the same microbatch: everything doubles but the shares
+    std::vector<double> start(2 + (size_t)L * E, 0.5), stats(2 * E + 1), aux(1, 1.25);
+    std::vector<int> tokens((size_t)L * E);
+    for (size_t i = 0; i < tokens.size(); i++) { tokens[i] = (int)(i * 7 % 13); }
+    stats[2 * E] = 3;
+    Device<double> sums(start), device_stats(stats), device_aux(aux);
+    Device<int> device_tokens(tokens);
+    router_sums_add(sums, device_aux, device_stats, device_tokens, 0.5, L, E, 0);
+    router_sums_add(sums, device_aux, device_stats, device_tokens, 0.25, L, E, 0);
+    start[0] += 0.75 * 1.25;
+    start[1] += 6;
+    for (size_t i = 0; i < tokens.size(); i++) { start[2 + i] += 2 * tokens[i]; }
+    check_equal("router_sums_add", sums.get(), start);
+}
+
 void weight_gradient_matches_cpu(int kernel, size_t N, size_t C, int E) {
     char what[128];
     snprintf(what, sizeof(what), "router_backward_weight %d N %zu C %zu E %d", kernel, N, C, E);
@@ -721,6 +759,8 @@ void check_forward(int kernel) {
 }
 
 void check_backward(int kernel) {
+    step_sums_add_up(1, 1);
+    step_sums_add_up(3, 100);
     const size_t shapes[][4] = {{1, 1, 1, 1},    {17, 3, 2, 2},   {50, 6, 6, 1},
                                 {100, 16, 2, 8}, {33, 33, 33, 3}, {40, 128, 8, 4}};
     for (const size_t* s : shapes) {
