@@ -151,7 +151,7 @@ __global__ void embedding_backward_kernel3(float* d_embed_tokens, const bf16* d_
 // groups' sums are added in the order of the groups.
 __global__ void embedding_backward_long_kernel3(float* d_embed_tokens, const bf16* d_out, const int* tokens,
                                                 const int* token_order, size_t N, int C, int pad_token) {
-    __shared__ float sums[RUN_GROUPS][RUN_COLUMNS];
+    __shared__ __align__(16) float sums[RUN_GROUPS][RUN_COLUMNS];
     size_t at = (size_t)blockIdx.x * LONG_RUN;
     int lane = threadIdx.x % 32, token = tokens[token_order[at]];
     if (token == pad_token || (at > 0 && tokens[token_order[at - LONG_RUN]] == token)) { return; }
@@ -177,7 +177,8 @@ __global__ void embedding_backward_long_kernel3(float* d_embed_tokens, const bf1
             for (int j = 0; j < 8; j++) { sum[j] += x[j]; }
         }
     }
-    for (int j = 0; j < 8; j++) { sums[group][column + j] = sum[j]; }
+    *(float4*)&sums[group][column] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    *(float4*)&sums[group][column + 4] = make_float4(sum[4], sum[5], sum[6], sum[7]);
     __syncthreads(); // the sums of all groups are there
     column = threadIdx.x;
     if (column < RUN_COLUMNS && first_column + column < C) {
