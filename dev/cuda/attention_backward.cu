@@ -517,8 +517,9 @@ void check_backward(int kernel, const AttentionCase& c, float amplitude) {
     // P and d_scores are rounded to bf16 before they are factors, so errors are some thousandths of a typical gradient,
     // the worst of 10^5 five times that; a second step of an element's own size for the rows whose gradients are far
     // above the typical. Kernel 1 adds the heads of a group in bf16, a rounding a head. Large scores have fewer terms
-    // to average over.
-    double ulps = kernel == 1 && s.NH > s.NKV ? 4 : 2, slack = amplitude > 2 ? 1.0 / 25 : 1.0 / 50;
+    // to average over, and the first keys of a long document have gradients many times the typical.
+    double ulps = kernel == 1 && s.NH > s.NKV ? 4 : 2;
+    double slack = amplitude > 2 ? 1.0 / 25 : s.T > 1000 ? 1.0 / 12 : 1.0 / 50;
     check_bf16(name_of(kernel, c, "d_q").c_str(), head_major(got, c, s.ld_d, 0, s.NH), r.d_q, ulps, slack);
     check_bf16(name_of(kernel, c, "d_k").c_str(), head_major(got, c, s.ld_d, A, s.NKV), r.d_k, ulps, slack);
     check_bf16(name_of(kernel, c, "d_v").c_str(), head_major(got, c, s.ld_d, s.ld_qk, s.NKV), r.d_v, ulps, slack);
