@@ -3437,7 +3437,8 @@ static int multi_gpu_meet(MultiGpu* g, int mine, double seconds) {
         if (g->rank > 0) { sleep(2); } // rank 0 speaks for all, if it can
         for (int r = 0; r < g->num_ranks; r++) {
             mpiCheck(MPI_Test(&requests[r], &done, MPI_STATUS_IGNORE));
-            if (!done) { fatal("rank %d has not come for %.0f s (MOE_NCCL_TIMEOUT): has it been stopped?", r, seconds); }
+            if (done) { continue; }
+            fatal("rank %d has not come for %.0f s (MOE_NCCL_TIMEOUT): has it been stopped?", r, seconds);
         }
     }
     int largest = mine;

@@ -33,7 +33,7 @@ version 6: no kernel of ours: a loop over experts on the host, cuBLASLt for each
 // ----------------------------------------------------------------------------
 // the neighbours, in their plainest form: permute.cu and combine.cu have those of the trainer
 
-__global__ void plain_permute_forward_kernel(bf16* expert_in, const bf16* inp, const int* row_token, size_t R,
+__global__ void plain_permute_forward_kernel1(bf16* expert_in, const bf16* inp, const int* row_token, size_t R,
                                              size_t C) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < R * C) { expert_in[i] = inp[(size_t)row_token[i / C] * C + i % C]; }
@@ -41,11 +41,11 @@ __global__ void plain_permute_forward_kernel(bf16* expert_in, const bf16* inp, c
 
 void permute_forward(bf16* expert_in, const bf16* inp, const int* row_token, size_t R, size_t C, cudaStream_t stream) {
     // expert_in[row,:] = inp[token of row,:]
-    plain_permute_forward_kernel<<<(unsigned)ceil_div(R * C, 256), 256, 0, stream>>>(expert_in, inp, row_token, R, C);
+    plain_permute_forward_kernel1<<<(unsigned)ceil_div(R * C, 256), 256, 0, stream>>>(expert_in, inp, row_token, R, C);
     launchCheck("permute_forward");
 }
 
-__global__ void plain_combine_backward_kernel(bf16* d_expert_out, float* d_router_weight_rows, const bf16* d_out,
+__global__ void plain_combine_backward_kernel1(bf16* d_expert_out, float* d_router_weight_rows, const bf16* d_out,
                                               const bf16* expert_out, const float* router_weights, const int* row_slot,
                                               int K, size_t C) {
     size_t row = blockIdx.x, slot = (size_t)row_slot[row];
@@ -63,8 +63,8 @@ void combine_backward(bf16* d_expert_out, float* d_router_weight_rows, const bf1
                       const float* router_weights, const int* row_slot, size_t R, int K, size_t C,
                       cudaStream_t stream) {
     // d_expert_out[row,:] = router weight * d_out[token,:]; d_router_weight_rows[row] = d_out[token] . expert_out[row]
-    plain_combine_backward_kernel<<<(unsigned)R, 32, 0, stream>>>(d_expert_out, d_router_weight_rows, d_out, expert_out,
-                                                                  router_weights, row_slot, K, C);
+    plain_combine_backward_kernel1<<<(unsigned)R, 32, 0, stream>>>(d_expert_out, d_router_weight_rows, d_out,
+                                                                  expert_out, router_weights, row_slot, K, C);
     launchCheck("combine_backward");
 }
 
@@ -293,7 +293,7 @@ grouped_matmul_backward_weight_kernel3(float* d_weight, const bf16* d_out, const
 
 // out (R,OC) = rows row_token of inp (N,C) times weight[e]^T
 __global__ void __launch_bounds__(TILE_THREADS)
-grouped_matmul_forward_kernel4(bf16* out, const bf16* inp, const bf16* weight, const int* row_token,
+grouped_matmul_gathered_forward_kernel4(bf16* out, const bf16* inp, const bf16* weight, const int* row_token,
                                const int4* tile_list, int C, int OC) {
     int4 tile = tile_list[blockIdx.y];
     if (tile.x < 0) { return; } // past the last tile
@@ -709,9 +709,9 @@ void product_forward(int kernel, bf16* out, const bf16* inp, const bf16* weight,
 void product_forward_gathered(bf16* out, const bf16* inp, const bf16* weight, const Layer& l, const DeviceLayer& d,
                               size_t C, size_t OC) {
     dim3 tiles = experts_grid(OC, 128, l.R, C, OC, l.E);
-    grouped_matmul_forward_kernel4<<<tiles, TILE_THREADS, tile_shared_bytes(128)>>>(
+    grouped_matmul_gathered_forward_kernel4<<<tiles, TILE_THREADS, tile_shared_bytes(128)>>>(
         out, inp, weight, d.routing.row_token, d.routing.tile_list, (int)C, (int)OC);
-    launchCheck("grouped_matmul_forward_kernel4");
+    launchCheck("grouped_matmul_gathered_forward_kernel4");
 }
 
 void product_backward_inp(int kernel, bf16* d_inp, const bf16* d_out, const bf16* weight, const Layer& l,

@@ -2,9 +2,9 @@
 //
 //   out[i] = (1/R) sum over ranks r of grads_r[i]          grads (count) fp32, the same result on all R ranks
 //
-// In fp32 that is one call of NCCL. Two bytes of four are saved on the wire if the gradients travel as bf16: a kernel
-// packs them into a staging buffer, NCCL averages that, another kernel unpacks it. NCCL adds in rings or trees and rounds
-// to bf16 at every hop, so R ranks cost up to R roundings. Both kernels only move bytes, 6 a number: a bucket of 25M
+// In fp32 that is one call of NCCL. Two bytes of four are saved on the wire if gradients travel as bf16: a kernel
+// packs them into a staging buffer, NCCL averages that, another kernel unpacks it. NCCL adds in rings or trees and
+// rounds to bf16 at every hop, so R ranks cost up to R roundings. Both kernels only move bytes, 6 a number: a bucket of 25M
 // numbers costs 0.15 ms at 1 TB/s, beside 2.5 ms on a wire of 20 GB/s.
 //
 //   kernel 1: a thread a number: 4 bytes a lane on one side, 2 on the other, many small requests in flight.
