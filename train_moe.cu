@@ -4950,12 +4950,11 @@ uint64_t device_bytes_used(void) {
     return total - free_bytes;
 }
 
-size_t largest_bucket(const Model* model) {
+size_t largest_bucket(const ParamTable* places, int L) {
     // elements of the largest part of the gradients that is averaged at once: the head, a layer, or the embedding
-    const ParamTable* places = &model->places;
     size_t end = places->num_parameters, largest = 0;
-    for (int l = model->config.num_hidden_layers; l >= -1; l--) {
-        const ParamTensor* t = l == model->config.num_hidden_layers ? param_find(places, "model.norm.weight")
+    for (int l = L; l >= -1; l--) {
+        const ParamTensor* t = l == L  ? param_find(places, "model.norm.weight")
                                : l < 0 ? param_find(places, "model.embed_tokens.weight")
                                        : param_find(places, "model.layers.%d.input_layernorm.weight", l);
         largest = end - t->offset > largest ? end - t->offset : largest;
@@ -4974,6 +4973,9 @@ MemoryPlan run_memory_plan(const Run* run, size_t B) {
     memset(&acts, 0, sizeof(acts));
     acts.layers = (LayerActs*)callocCheck(padded.num_hidden_layers, sizeof(LayerActs));
     MemoryPlan plan = memory_plan(&acts, &padded, &places, &s, B, (size_t)run->opt.seq_len, true);
+    if (run->num_ranks > 1 && strcmp(run->opt.allreduce_dtype, "bf16") == 0) { // gradients on their way
+        plan.other += largest_bucket(&places, padded.num_hidden_layers) * sizeof(bf16);
+    }
     free(acts.layers);
     param_table_free(&places);
     return plan;
@@ -5096,6 +5098,7 @@ int train(Trainer* t) {
     double flops = run_flops_per_token(&t->run) * (double)opt->tokens_per_step;
     double ranks = t->gpus.num_ranks;
     signal(SIGINT, on_interrupt);
+    if (ranks > 1) { signal(SIGTERM, on_interrupt); } // what mpirun makes of a Ctrl-C
     if (opt->steps == 0 && opt->out) { trainer_save(t); } // no training: what was loaded, as a checkpoint
     bool stop = false; // looked at once a step: after a Ctrl-C there is a last step, and it is saved
     while (t->step < opt->steps && !stop) {
@@ -5190,7 +5193,8 @@ void trainer_open(Trainer* t) {
     if (run->has_batch) { trainer_batch_file(t); }
     trainer_load(t);
     if (run->trains) {
-        multi_gpu_connect(&t->gpus, largest_bucket(&t->model), strcmp(opt->allreduce_dtype, "bf16") == 0);
+        multi_gpu_connect(&t->gpus, largest_bucket(&t->model.places, run->config.num_hidden_layers),
+                          strcmp(opt->allreduce_dtype, "bf16") == 0);
         t->nominal_peak = nominal_bf16_peak(t->gpus.properties.name);
         t->gemm_peak = device_is_emulated(&t->gpus) ? NAN : measure_gemm_peak(t->model.stream);
         print_setup(t);

@@ -13,6 +13,7 @@
 
 typedef struct {
     Options opt;
+    int num_ranks;
     MoEConfig config;
     ParamTable table;
     Tokenizer tokenizer;
@@ -163,6 +164,7 @@ static inline void run_open_model(Run* run, int argc, char** argv, int program, 
     Options* opt = &run->opt;
     memset(run, 0, sizeof(*run));
     run->out_lock = -1;
+    run->num_ranks = num_ranks;
     options_parse(opt, argc, argv, program);
     if (opt->resume != NULL) { run_find_checkpoint(run); }
     run_read_config(run, num_ranks);
