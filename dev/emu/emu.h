@@ -1,14 +1,14 @@
 // What a .cu file sees of the emulator: emucc includes this before every file. NVIDIA's own headers give the types and
 // declarations; here are the qualifiers, the thread variables, warp and atomic operations and the device math.
 #pragma once
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <cassert>
-#include <ctime>
+#include <assert.h>                                    // math.h, not cmath: abs(float) and isnan stand without std::
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
 #include <memory>
 #include <tuple>
 #include <type_traits>

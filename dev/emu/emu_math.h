@@ -17,6 +17,7 @@ inline float __tanf(float x) { return tanf(x); }
 inline float __tanhf(float x) { return tanhf(x); }
 inline void __sincosf(float x, float* s, float* c) { *s = sinf(x); *c = cosf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float fdividef(float a, float b) { return a / b; }
 inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }   // NaN becomes 0, as on the GPU
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fmaf_ieee_rn(float a, float b, float c) { return fmaf(a, b, c); }
@@ -139,6 +140,12 @@ template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) {
     using C = std::common_type_t<A, B>;
     return (C)a < (C)b ? (C)a : (C)b;
 }
+inline unsigned umin(unsigned a, unsigned b) { return min(a, b); }
+inline unsigned umax(unsigned a, unsigned b) { return max(a, b); }
+inline long long llmin(long long a, long long b) { return min(a, b); }
+inline long long llmax(long long a, long long b) { return max(a, b); }
+inline unsigned long long ullmin(unsigned long long a, unsigned long long b) { return min(a, b); }
+inline unsigned long long ullmax(unsigned long long a, unsigned long long b) { return max(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }           // the GPU's max drops a NaN
 inline float min(float a, float b) { return fminf(a, b); }
 inline double max(double a, double b) { return fmax(a, b); }

@@ -61,8 +61,9 @@ bool valid_device_range(const void* p, size_t n, size_t* left) {
     return n == 0 || (x.kind != POINTER_HOST && x.kind != POINTER_FREED && n <= x.left);
 }
 
-static cudaError_t allocate(void** out, size_t n, MemoryKind kind) {
+static cudaError_t allocate(void** out, size_t n, MemoryKind kind, void* pc) {
     *out = nullptr;
+    check_touch(out, sizeof *out, true, pc);           // it may lie in managed memory
     size_t limit = (size_t)(options().memory_gib * (double)(1ull << 30));
     if (kind == MEMORY_DEVICE && (n > limit || used_bytes[current_device] + n > limit))
         return set_error(cudaErrorMemoryAllocation);
@@ -361,28 +362,28 @@ extern "C" {
 // ---------------------------------------------------------------- memory
 cudaError_t cudaMalloc(void** p, size_t n) {
     EMU_MAY_FAIL(cudaErrorMemoryAllocation);
-    return allocate(p, n, MEMORY_DEVICE);
+    return allocate(p, n, MEMORY_DEVICE, PC);
 }
 cudaError_t cudaMallocManaged(void** p, size_t n, unsigned) {
     EMU_MAY_FAIL(cudaErrorMemoryAllocation);
-    return allocate(p, n, MEMORY_MANAGED);
+    return allocate(p, n, MEMORY_MANAGED, PC);
 }
 cudaError_t cudaMallocHost(void** p, size_t n) {
     EMU_MAY_FAIL(cudaErrorMemoryAllocation);
-    return allocate(p, n, MEMORY_PINNED);
+    return allocate(p, n, MEMORY_PINNED, PC);
 }
 cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
     EMU_MAY_FAIL(cudaErrorMemoryAllocation);
-    return allocate(p, n, MEMORY_PINNED);
+    return allocate(p, n, MEMORY_PINNED, PC);
 }
 cudaError_t cudaMallocPitch(void** p, size_t* pitch, size_t width, size_t height) {
     EMU_MAY_FAIL(cudaErrorMemoryAllocation);
     *pitch = (width + 511) / 512 * 512;
-    return allocate(p, *pitch * height, MEMORY_DEVICE);
+    return allocate(p, *pitch * height, MEMORY_DEVICE, PC);
 }
 cudaError_t cudaMallocAsync(void** p, size_t n, cudaStream_t) {
     EMU_MAY_FAIL(cudaErrorMemoryAllocation);
-    return allocate(p, n, MEMORY_DEVICE);
+    return allocate(p, n, MEMORY_DEVICE, PC);
 }
 cudaError_t cudaFree(void* p) {
     MAY_FAIL;

@@ -255,7 +255,7 @@ class Translator:
         is_type = re.match(r"\s*(?:struct|class|union|enum|template|typedef|using)\b", rest)
         if is_type and word in (";", "=", "[", "{"):
             is_type = not self.declares(rest, m.start())
-        if word.startswith("__emu_") and kind != "device":     # __managed__ __device__ int x: the second word is the variable's
+        if word.startswith("__emu_") and kind != "device":  # __managed__ __device__ int x: the second word decides
             self.kind = kind
         elif word[0] in ";=[{" and not is_type and not re.search(r"\bextern\s*$", self.tail(40)):
             declaration = self.tail(60).rsplit(";", 1)[-1].rsplit("}", 1)[-1] + rest[:m.start()]

@@ -1,4 +1,4 @@
-// NCCL over MPI: each collective against plain loops, run by `mpirun -np N collectives [wrong_order|abort|missing_rank]`.
+// NCCL over MPI: each collective against plain loops: `mpirun -np N collectives [wrong_order|abort|missing_rank]`.
 #include "cases.h"
 #include <cuda_bf16.h>
 #include <mpi.h>

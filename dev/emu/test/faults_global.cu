@@ -225,6 +225,19 @@ static void pair_load_case(bool bad) {
     pair_load<<<1, 8>>>(device<__nv_bfloat162>(8), zeros<__nv_bfloat16>(20), bad ? 1 : 2);
 }
 
+__global__ void odd_rows(float* out, const __nv_bfloat16* in, int columns) {   // in pairs: rows must be even
+    const __nv_bfloat16* row = in + blockIdx.x * columns;
+    float sum = 0;
+    for (int i = threadIdx.x; i < columns / 2; i += blockDim.x) {
+        float2 v = __bfloat1622float2(((const __nv_bfloat162*)row)[i]);    // bad: odd_rows
+        sum += v.x + v.y;
+    }
+    atomicAdd(out, sum);
+}
+static void odd_rows_case(bool bad) {
+    odd_rows<<<4, 32>>>(zeros<float>(1), zeros<__nv_bfloat16>(4 * 66), bad ? 65 : 66);
+}
+
 __global__ void vector_tail(float* out, const float* in, int n, bool bad) {
     int i = 4 * threadIdx.x;
     if (bad ? i < n : i + 3 < n) {
@@ -345,6 +358,7 @@ static const Case table[] = {
     {"freed", "use", freed_case},
     {"vector_load", "misaligned", vector_load_case},
     {"pair_load", "misaligned", pair_load_case},
+    {"odd_rows", "misaligned", odd_rows_case},
     {"vector_tail", "out", vector_tail_case},
     {"halves", "race", halves_case},
     {"null_pointer", "null", null_pointer_case},

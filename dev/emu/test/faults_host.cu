@@ -113,6 +113,26 @@ static void registered_free_case(bool bad) {
     free(h);                                                               // bad: registered_free
 }
 
+struct List { int n, *values; };                       // the API writes into managed memory, too
+__global__ void increment(List* l) {
+    int i = threadIdx.x;
+    if (i < l->n) l->values[i] += 1;                                       // bad: managed_struct
+}
+static void managed_struct_case(bool bad) {
+    List* l;
+    cudaMallocManaged(&l, sizeof(List));
+    l->n = 20;
+    if (bad) l->values = new int[20];                  // the struct is managed, what it points to is not
+    else cudaMallocManaged(&l->values, 20 * sizeof(int));
+    for (int i = 0; i < 20; i++) l->values[i] = i;
+    increment<<<1, 32>>>(l);
+    cudaDeviceSynchronize();
+    if (l->values[19] != 20) exit(1);
+    if (bad) delete[] l->values;
+    else cudaFree(l->values);
+    cudaFree(l);
+}
+
 enum EventUse { EVENT_RIGHT, EVENT_MISSING, EVENT_TOO_EARLY, EVENT_NEVER_RECORDED, EVENT_OTHER };
 static void produce_consume(EventUse use) {
     Streams s;
@@ -321,6 +341,7 @@ static const Case table[] = {
     {"registered", "missing", registered_case},
     {"registered_kernel", "", registered_kernel_case},
     {"registered_free", "bad", registered_free_case},
+    {"managed_struct", "host", managed_struct_case},
     {"no_event", "missing", no_event_case},
     {"event_too_early", "missing", event_too_early_case},
     {"event_never", "missing", event_never_case},

@@ -48,6 +48,21 @@ __global__ void tree_in_branch(float* out, bool bad) {   // the other lanes do n
 }
 static void tree_in_branch_case(bool bad) { tree_in_branch<<<1, 64>>>(device<float>(1), bad); }
 
+__device__ float warp_sum(float v) {
+    for (int o = 16; o > 0; o /= 2) v += __shfl_down_sync(0xffffffff, v, o);   // bad: sum_in_loop
+    return v;
+}
+__global__ void sum_in_loop(float* out, int n, bool bad) {     // lanes leave the loop at different times
+    float sum = 0;
+    for (int i = threadIdx.x; i < n; i += 32) {
+        sum += i;
+        if (bad) sum = warp_sum(sum);
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x == 0) *out = sum;
+}
+static void sum_in_loop_case(bool bad) { sum_in_loop<<<1, 32>>>(device<float>(1), 70, bad); }
+
 __global__ void outside_mask(float* out, bool bad) {
     float v = threadIdx.x;
     if (threadIdx.x < 16) v += __shfl_xor_sync(bad ? 0xff : 0xffff, v, 1); // bad: outside_mask
@@ -249,6 +264,28 @@ __global__ void async_overwrites(float* out, const float* in, bool bad) {  // re
 }
 static void async_overwrites_case(bool bad) { async_overwrites<<<1, 64>>>(device<float>(64), zeros<float>(192), bad); }
 
+template <int STAGES> __global__ void async_stages(float* out, const float* in) {  // one barrier a step: two in flight
+    __shared__ __align__(16) float s[STAGES][64];      // need three buffers
+    float sum = 0;
+    auto load = [&](int t) {
+        if (t < 8) cpa4(&s[t % STAGES][threadIdx.x], in + t * 64 + threadIdx.x);   // bad: async_stages
+        cpa_commit();
+    };
+    load(0);
+    load(1);
+    for (int t = 0; t < 8; t++) {
+        cpa_wait<1>();
+        __syncthreads();
+        load(t + 2);
+        sum += s[t % STAGES][63 - threadIdx.x];                            // bad: async_stages
+    }
+    out[threadIdx.x] = sum;
+}
+static void async_stages_case(bool bad) {
+    if (bad) async_stages<2><<<1, 64>>>(device<float>(64), zeros<float>(512));
+    else async_stages<3><<<1, 64>>>(device<float>(64), zeros<float>(512));
+}
+
 __global__ void async_alignment(float* out, const float* in, int shift) {
     __shared__ __align__(16) float s[128];
     cpa16(s + 4 * threadIdx.x, in + shift + 4 * threadIdx.x);              // bad: async_alignment
@@ -306,6 +343,7 @@ static const Case table[] = {
     {"barrier_in_branch", "deadlock", barrier_in_branch_case},
     {"shuffle_in_branch", "deadlock", shuffle_in_branch_case},
     {"tree_in_branch", "absent", tree_in_branch_case},
+    {"sum_in_loop", "absent", sum_in_loop_case},
     {"outside_mask", "lane", outside_mask_case},
     {"partial_warp", "absent", partial_warp_case},
     {"few_lanes", "absent", few_lanes_case},
@@ -332,6 +370,7 @@ static const Case table[] = {
     {"async_barrier", "race", async_barrier_case},
     {"async_groups", "missing", async_groups_case},
     {"async_overwrites", "race", async_overwrites_case},
+    {"async_stages", "", async_stages_case},
     {"async_alignment", "misaligned", async_alignment_case},
     {"async_bounds", "out", async_bounds_case},
     {"matrix_rows", "misaligned", matrix_rows_case},

@@ -142,6 +142,11 @@ def groups(mode, cc, **env):
     clean([build("groups", mode, cc)], env)
 
 
+def language(mode, cc):
+    text = clean([build("language", mode, cc)])
+    need("hello from a kernel" in text, "printf in a kernel: " + text)
+
+
 def textbook(mode, cc, **env):
     clean([build("textbook", mode, cc)], env)
 
@@ -164,8 +169,8 @@ TEXT_ONLY = re.compile(r"(Name|String|ncclGetLastError)$")         # these retur
 
 
 def every_call_can_fail():
-    """Each function of the runtime, cuBLAS and NCCL that the emulator defines is called with nothing but zeros, and must
-    fail before it looks at them."""
+    """Each function of the runtime, cuBLAS and NCCL that the emulator defines is called with nothing but zeros, and
+    must fail before it looks at them."""
     base = os.path.join(BUILD, "every_call")
     os.makedirs(BUILD, exist_ok=True)
     with open(base + ".cu", "w") as f:
@@ -284,6 +289,8 @@ TESTS = [
     ("textbook kernels, random", lambda: textbook("fast", "g++", EMU_ORDER="random:5")),
     ("textbook kernels, reverse (checker)", lambda: textbook("check", "g++", EMU_ORDER="reverse")),
     ("textbook kernels, lazy streams", lambda: textbook("fast", "g++", EMU_LAZY_STREAM="1")),
+    ("CUDA C++ of published kernels (checker)", lambda: language("check", "g++")),
+    ("CUDA C++ of published kernels (clang++)", lambda: language("fast", "clang++")),
     ("cooperative groups (checker)", lambda: groups("check", "g++")),
     ("cooperative groups, random (checker)", lambda: groups("check", "g++", EMU_ORDER="random:3")),
     ("cooperative groups, random (clang++)", lambda: groups("fast", "clang++", EMU_ORDER="random:4")),
