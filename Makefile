@@ -96,7 +96,7 @@ train_moe_cpu: train_moe_cpu.c $(HEADERS) $(BUILD)/flags
 
 NVCC := $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc \
     $(BUILD)/cuda-wheels/nvidia/cu*/bin/nvcc))
-GPU_GOALS := $(filter train_moe test_moe train_moe_emu test_moe_emu bench found-gpu found-emu $(BUILD)/dev/% $(BUILD)/test_moe%,$(MAKECMDGOALS))
+GPU_GOALS := $(filter train_moe test_moe train_moe_emu test_moe_emu bench found-gpu found-emu $(BUILD)/dev/% $(BUILD)/test_moe% $(BUILD)/peaks,$(MAKECMDGOALS))
 ifneq ($(GPU_GOALS),)
 CUDA := $(patsubst %/bin/,%,$(dir $(realpath $(NVCC))))
 CUDA_HEADERS := $(patsubst %/,%,$(dir $(firstword $(wildcard $(CUDA)/include/cuda_runtime.h $(CUDA)/targets/*/include/cuda_runtime.h \
@@ -140,10 +140,12 @@ endif
 RANKS := $(and $(NCCL_H),$(MPICXX),yes)
 ONE_GPU := $(if $(and $(RANKS),$(NCCL)),,-DNO_MPI -DNO_NCCL)
 NCCL_INCLUDE := $(if $(filter-out $(CUDA_HEADERS)/ /usr/include/,$(dir $(NCCL_H))),-I$(dir $(NCCL_H)))
+# dev/bench/gpu_check.sh --carry puts a cJSON there for machines that have none
 CJSON_FLAGS := $(if $(CJSON),-lcjson,$(if $(wildcard $(BUILD)/cjson),-I$(BUILD)/cjson -L$(BUILD)/cjson -lcjson))
+CJSON_RPATH := $(if $(CJSON),,$(if $(CJSON_FLAGS),-Xlinker -rpath=$(CURDIR)/$(BUILD)/cjson))
 HOST_FLAGS := -Wall,-Wextra,$(or $(OPENMP),-Wno-unknown-pragmas)
 NVCC_FLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -I. -DOMPI_SKIP_MPICXX -Xcompiler $(HOST_FLAGS) $(CUDA_FLAGS)
-GPU_LIBS := $(call link_lib,$(CUBLASLT)) -L$(CUDA)/lib $(CJSON_FLAGS) -lm -lpthread
+GPU_LIBS := $(call link_lib,$(CUBLASLT)) -L$(CUDA)/lib $(CJSON_FLAGS) $(CJSON_RPATH) -lm -lpthread
 NVCC_RANKS := $(if $(ONE_GPU),$(ONE_GPU),-ccbin $(MPICXX) $(NCCL_INCLUDE)) # MPI's own compiler wrapper knows where MPI is
 ifdef USE_CUDNN
   NVCC_FLAGS += -DUSE_CUDNN
@@ -172,7 +174,7 @@ found-gpu:
 found-emu:
 	@echo "$(if $(CUDA_HEADERS),✓ CUDA's headers $(CUDA_HEADERS),- CUDA's headers: fetched from PyPI)"
 	@echo "$(if $(OPENBLAS),✓ OpenBLAS (stands in for cuBLAS),✗ OpenBLAS: no (needed; make test-deps installs it))"
-	@echo "$(if $(filter -DNO_MPI,$(EMU_RANKS)),✗ NCCL's header or MPI: no (one rank only; make test-deps installs MPI),✓ MPI $(MPICXX) (stands in for NCCL))"
+	@echo "$(if $(NO_MPI)$(NO_NCCL),- MPI: left out$(comma) one rank only,$(if $(filter -DNO_MPI,$(EMU_RANKS)),✗ NCCL's header or MPI: no (one rank only; make test-deps installs MPI),✓ MPI $(MPICXX) (stands in for NCCL)))"
 
 train_moe: train_moe.cu $(HEADERS) $(CUDNN_OBJECT) $(BUILD)/flags_gpu | found-gpu
 	$(NVCC) $(NVCC_FLAGS) $(NVCC_RANKS) $< $(CUDNN_OBJECT) -o $@ $(TRAINER_LIBS)
@@ -204,6 +206,13 @@ DEV_NEEDS := $(wildcard dev/cuda/*.h) train_moe_cpu.c $(HEADERS) $(EMU) $(BUILD)
 $(BUILD)/dev/%: dev/cuda/%.cu $(DEV_NEEDS) | $(EMU_HEADERS)
 	@mkdir -p $(BUILD)/dev
 	$(dev_build)
+
+# for dev/bench/gpu_check.sh
+$(BUILD)/peaks: dev/bench/peaks.cu $(DEV_NEEDS) | $(EMU_HEADERS)
+	$(dev_build)
+
+$(BUILD)/make_shard: dev/bench/make_shard.c llmc/check.h llmc/rand.h $(BUILD)/flags
+	$(CC) $(CFLAGS) $(C_FLAGS) $< -o $@ -lm $(LDFLAGS)
 
 bench:
 	@$(PYTHON) dev/bench/bench_cuda.py $(ONLY)

@@ -3354,10 +3354,10 @@ typedef struct {
     double timeout;                 // seconds after which ranks no longer wait for each other's gradients
     int nccl_version;               // 22809 is 2.28.9; 0 with one rank
     double connect_ms;              // for connecting and the self-test
+    cudaStream_t stream;            // of all collectives
 #if !defined(NO_MPI) && !defined(NO_NCCL)
     bool first;                     // rank 0, while the others wait for it to go first
     ncclComm_t comm;
-    cudaStream_t stream;            // of all collectives
     cudaEvent_t ready, done;        // what compute had to write is written; the collectives issued so far are done
     bf16* staging;                  // (largest bucket) gradients on their way
 #endif
@@ -4793,7 +4793,7 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
     gpu_clock_begin(&t->clock, model->stream);
     model_step_begin(model);
     for (int64_t i = 0; i < opt->grad_accum; i++) {
-        char name[24];
+        char name[40];
         snprintf(name, sizeof(name), "microbatch %lld", (long long)i);
         gpu_clock_span_begin(model->clock, name, model->stream);
         Microbatch mb;

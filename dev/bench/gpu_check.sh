@@ -1,0 +1,206 @@
+#!/usr/bin/env bash
+# gpu_check.sh: everything that is worth knowing on a GPU for the first time, in one command and under eight minutes: builds
+# for the GPU that is here, tests, checks each kernel, measures, trains 20 steps of smol-500m, and prints one table. It
+# needs nvcc, make, a C compiler and one GPU; no network, no MPI, no Python.
+#
+#   dev/bench/gpu_check.sh              on a machine with a GPU
+#   dev/bench/gpu_check.sh --carry      beforehand, on a machine that has cJSON: copies it to build/cjson, to be carried
+#                                       along with the repository to a machine that has not
+#   dev/bench/gpu_check.sh --emulator   the same steps with small models in dev/emu: tries this script where there is no GPU
+#
+# Logs are in build/gpu_check, or in $OUT if that is set. MINUTES=8 is the time it may take; what comes too late is left out,
+# and named. KERNELS="rmsnorm router" checks these files of dev/cuda only. Exit code 0: nothing failed, nothing was left out.
+set -u
+cd "$(dirname "$0")/../.."
+logs=${OUT:-build/gpu_check}
+deadline=$((SECONDS + ${MINUTES:-8} * 60))
+emulator="" failed=0 left_out=0
+mkdir -p "$logs" build
+
+if [ "${1:-}" = --carry ]; then
+    header=$(echo '#include <cjson/cJSON.h>' | cc -E -x c - 2>/dev/null | sed -n 's/^# [0-9]* "\(.*cjson\/cJSON\.h\)".*/\1/p' | head -n 1)
+    library=$(cc -print-file-name=libcjson.a)
+    [ -f "$library" ] || library=$(cc -print-file-name=libcjson.so)
+    if [ ! -f "$header" ] || [ ! -f "$library" ]; then echo "cJSON is not installed here either (make deps)"; exit 1; fi
+    mkdir -p build/cjson/cjson
+    cp "$header" build/cjson/cjson/
+    cp -L "$library" "build/cjson/$(basename "$library")"
+    # the name that a program linked with the .so looks for when it starts
+    case "$library" in *.so) cp -L "$library" build/cjson/libcjson.so.1 ;; esac
+    echo "build/cjson: $(basename "$library") and cJSON.h, to be copied along with the repository"
+    exit 0
+fi
+[ "${1:-}" = --emulator ] && emulator=yes
+
+say() { printf '%s\n' "$*" | tee -a "$logs/summary.txt"; }
+: >"$logs/summary.txt"
+
+step() { # step NAME SECONDS COMMAND...: runs it with a time limit, its output in a log; says how it went
+    local name=$1 limit=$2 begin=$SECONDS left=$((deadline - SECONDS)) code
+    shift 2
+    if [ "$left" -lt 5 ]; then
+        say "- $name: left out, the time is over"
+        left_out=$((left_out + 1))
+        return 1
+    fi
+    [ "$limit" -gt "$left" ] && limit=$left
+    timeout -k 5 "$limit" "$@" >"$logs/$name.log" 2>&1
+    code=$?
+    if [ "$code" = 0 ]; then
+        say "✓ $name ($((SECONDS - begin)) s)"
+        return 0
+    fi
+    failed=$((failed + 1))
+    if [ "$code" = 124 ] || [ "$code" = 137 ]; then say "✗ $name: not done after $limit s, see $logs/$name.log"
+    else
+        say "✗ $name: exit code $code, see $logs/$name.log"
+        grep -E 'FAIL|error' "$logs/$name.log" | head -n 3 | cut -c1-300 | sed 's/^/    /' | tee -a "$logs/summary.txt"
+    fi
+    return 1
+}
+
+finish() {
+    say ""
+    if [ "$failed" = 0 ] && [ "$left_out" = 0 ]; then say "gpu_check: all is well ($SECONDS s)"; exit 0; fi
+    say "gpu_check: $failed failed, $left_out left out ($SECONDS s)"
+    exit 1
+}
+
+# ----------------------------------------------------------------------------
+say "machine"
+say "  $(uname -sr), $(nproc) cores, $(sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1)"
+nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc build/cuda-wheels/nvidia/cu*/bin/nvcc 2>/dev/null | head -n 1)
+gpus=$(nvidia-smi --query-gpu=name,compute_cap,memory.total,driver_version,power.limit,clocks.max.sm --format=csv,noheader 2>/dev/null)
+say "  nvcc: $([ -n "$nvcc" ] && "$nvcc" --version | sed -n 's/.*release \(.*\)/\1/p' || echo none)"
+say "  GPU: ${gpus:-none}"
+git log -1 --format='  commit %h of %cd' --date=short 2>/dev/null | tee -a "$logs/summary.txt"
+for tool in make timeout awk sed cc; do
+    if ! command -v "$tool" >/dev/null 2>&1; then say "✗ this script needs $tool, which is not here"; failed=1; finish; fi
+done
+if [ -z "$emulator" ] && [ -z "$nvcc" ]; then
+    say "✗ stops here: there is no nvcc (CUDA Toolkit, or make deps-cuda); --emulator tries this script without a GPU"
+    failed=1
+    finish
+fi
+
+# ----------------------------------------------------------------------------
+say ""
+say "build"
+if [ -n "$emulator" ]; then trainer=./train_moe_emu test=build/test_moe_emu; else trainer=./train_moe test=build/test_moe; fi
+kernels=${KERNELS:-$(ls dev/cuda/*.cu | sed 's:.*/\(.*\)\.cu:\1:')}
+[ -n "$emulator" ] && kernels=${KERNELS:-rmsnorm nccl_all_reduce}
+jobs=$(nproc)
+[ "$jobs" -gt 8 ] && jobs=8 # nvcc takes 1-2 GB for each
+make_all() { make -j "$1" ${GPU_ARCH:+GPU_ARCH="$GPU_ARCH"} "${@:2}"; }
+export -f make_all
+if ! step build_trainer 240 bash -c "make_all $jobs ${trainer#./} $test build/make_shard build/peaks"; then
+    tail -n 20 "$logs/build_trainer.log"
+    finish
+fi
+if [ -z "$emulator" ] && [ -z "$gpus" ]; then
+    say "✗ stops here: the programs are built, but nvidia-smi finds no GPU to run them on; --emulator goes on without one"
+    failed=$((failed + 1))
+    finish
+fi
+# the kernels compile in the background, beside the tests; the benchmarks come after them
+(for k in $kernels; do echo "build/dev/$k"; done | xargs make -k -j "$jobs" >"$logs/build_kernels.log" 2>&1) &
+building=$!
+
+# clocks, power and temperature twice a second, for as long as this script runs
+if [ -z "$emulator" ]; then
+    nvidia-smi --query-gpu=timestamp,clocks.sm,power.draw,temperature.gpu,utilization.gpu -lms 500 \
+        --format=csv,noheader,nounits >"$logs/clocks.csv" 2>/dev/null &
+    logging=$!
+    trap 'kill "$logging" 2>/dev/null' EXIT
+fi
+clocks() { # clocks FROM: over the lines of clocks.csv after line FROM, where the GPU was busy
+    [ -f "$logs/clocks.csv" ] || return 0
+    awk -F', *' -v from="$1" 'NR > from && $5 > 50 { n++; mhz += $2; watt += $3; if ($4 > hot) hot = $4 }
+        END { if (n) printf "  meanwhile %.0f MHz, %.0f W, up to %.0f C\n", mhz / n, watt / n, hot }' "$logs/clocks.csv"
+}
+now() { if [ -f "$logs/clocks.csv" ]; then wc -l <"$logs/clocks.csv"; else echo 0; fi; }
+
+# ----------------------------------------------------------------------------
+say ""
+say "tests"
+if [ -n "$emulator" ]; then model=tiny vocab=257 eot=256 T=64; else model=smol-500m vocab=151936 eot=151643 T=4096; fi
+step make_shard 60 build/make_shard "$logs/train_0.bin" "$([ -n "$emulator" ] && echo 40000 || echo 20000000)" $vocab $eot
+build/make_shard "$logs/tiny_0.bin" 40000 257 256
+step test_moe 120 "$test" $([ -n "$emulator" ] && echo adamw)
+tail -n 1 "$logs/test_moe.log" 2>/dev/null | sed 's/^/    /' | tee -a "$logs/summary.txt"
+sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+if [ -n "$sanitizer" ] && [ -z "$emulator" ]; then
+    for tool in memcheck racecheck; do
+        step "sanitizer_$tool" 40 "$sanitizer" --tool $tool --error-exitcode 9 --target-processes all \
+            $trainer --model tiny -b 2 -t 64 -n 1 -d "$logs/tiny_0.bin"
+    done
+else
+    say "- compute-sanitizer: not here"
+fi
+wait "$building" || { say "✗ build_kernels: see $logs/build_kernels.log"; failed=$((failed + 1)); }
+
+# ----------------------------------------------------------------------------
+say ""
+say "what this GPU can do when it does one thing (percentages below are of these)"
+mark=$(now)
+step peaks 60 build/peaks $([ -n "$emulator" ] && echo 0.1 || echo 3)
+grep '^peak ' "$logs/peaks.log" 2>/dev/null | sed 's/^peak/ /' | tee -a "$logs/summary.txt"
+clocks "$mark" | tee -a "$logs/summary.txt"
+
+# the 20 steps come before the kernels: they are what matters most should the time run out
+say ""
+B=24 steps=20 accum=4
+[ -n "$emulator" ] && B=2 steps=3 accum=2
+say "$steps steps of $model at T = $T"
+if [ -z "$emulator" ]; then # three quarters of the card, at most what the plan asks of one card
+    gib=$(nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits | head -n 1 | awk '{ printf "%.2f", $1 / 1024 * 0.9 }')
+    fits=$($trainer --model $model -t $T --dry-run --memory "$gib" | sed -n 's/.*largest batch.*--batch-size \([0-9]*\).*/\1/p')
+    [ "${fits:-0}" -lt "$B" ] && B=${fits:-1}
+fi
+mark=$(now)
+step train 150 $trainer --model $model -t $T -b "$B" --grad-accum $accum -n $steps -d "$logs/train_*.bin" --profile \
+    --metrics "$logs/metrics.jsonl"
+clocks "$mark" | tee -a "$logs/summary.txt"
+if [ -s "$logs/metrics.jsonl" ]; then
+    say "  B = $B, $accum microbatches a step"
+    awk -v peak="$(sed -n 's/^peak gemm: \([0-9.]*\).*/\1/p' "$logs/peaks.log" 2>/dev/null)" '
+        function number(name,   rest) {
+            rest = $0
+            if (!sub(".*\"" name "\":", "", rest)) return 0
+            sub("[,}].*", "", rest)
+            return rest + 0
+        }
+        { n++; if (n <= 2) next # the first steps choose algorithms
+          kept++; rate += number("tokens_per_s"); ms += number("step_ms"); loss = number("loss")
+          mfu += number("mfu"); share += number("gemm_share") }
+        END { if (!kept) exit
+              rate /= kept
+              printf "  %.0f tok/s, %.1f ms a step; 10B tokens take %.1f h on one card; loss %.3f\n", rate, ms / kept,
+                  1e10 / rate / 3600, loss
+              if (mfu) printf "  %.1f %% of the nominal peak\n", 100 * mfu / kept
+              if (share) printf "  %.1f %% of the GEMM peak the trainer measured\n", 100 * share / kept
+              if (peak > 1) printf "  %.1f %% of the sustained GEMM peak above (1.582 GFLOP a token)\n", rate * 1.582e9 / peak / 1e10 }' \
+        "$logs/metrics.jsonl" | tee -a "$logs/summary.txt"
+    sed -n '/^profile/,$p' "$logs/train.log" | sed 's/^/  /' | tee -a "$logs/summary.txt"
+fi
+cards=$(printf '%s\n' "$gpus" | grep -c .)
+if [ "$cards" -gt 1 ] && command -v mpirun >/dev/null 2>&1; then
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    step train_all_gpus 90 mpirun -n "$cards" $trainer --model $model -t $T -b "$B" --grad-accum $accum -n 8 \
+        -d "$logs/train_*.bin" --profile
+    grep '^step' "$logs/train_all_gpus.log" 2>/dev/null | tail -n 1 | sed 's/^/  /' | tee -a "$logs/summary.txt"
+fi
+
+# ----------------------------------------------------------------------------
+say ""
+say "kernels: checks, then times at smol-500m's shapes"
+for k in $kernels; do
+    if [ ! -x "build/dev/$k" ]; then
+        say "✗ $k: not built, see $logs/build_kernels.log"
+        failed=$((failed + 1))
+        continue
+    fi
+    step "$k" 60 "build/dev/$k"
+    grep -E '^(bench|library) |^FAIL' "$logs/$k.log" 2>/dev/null | cut -c1-160 | sed 's/^/    /' | tee -a "$logs/summary.txt"
+done
+finish
