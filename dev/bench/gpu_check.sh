@@ -13,12 +13,15 @@
 set -u
 cd "$(dirname "$0")/../.."
 logs=${OUT:-build/gpu_check}
+if ! command -v nvidia-smi >/dev/null 2>&1; then nvidia-smi() { return 1; }; fi
 deadline=$((SECONDS + ${MINUTES:-8} * 60))
 emulator="" failed=0 left_out=0
+needs="awk cc cut dirname grep head ls make mkdir nproc sed tail tee timeout uname wc xargs"
 mkdir -p "$logs" build
 
 if [ "${1:-}" = --carry ]; then
-    header=$(echo '#include <cjson/cJSON.h>' | cc -E -x c - 2>/dev/null | sed -n 's/^# [0-9]* "\(.*cjson\/cJSON\.h\)".*/\1/p' | head -n 1)
+    header=$(echo '#include <cjson/cJSON.h>' | cc -E -x c - 2>/dev/null |
+        sed -n 's/^# [0-9]* "\(.*cjson\/cJSON\.h\)".*/\1/p' | head -n 1)
     library=$(cc -print-file-name=libcjson.a)
     [ -f "$library" ] || library=$(cc -print-file-name=libcjson.so)
     if [ ! -f "$header" ] || [ ! -f "$library" ]; then echo "cJSON is not installed here either (make deps)"; exit 1; fi
@@ -70,12 +73,17 @@ finish() {
 say "machine"
 say "  $(uname -sr), $(nproc) cores, $(sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1)"
 nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc build/cuda-wheels/nvidia/cu*/bin/nvcc 2>/dev/null | head -n 1)
-gpus=$(nvidia-smi --query-gpu=name,compute_cap,memory.total,driver_version,power.limit,clocks.max.sm --format=csv,noheader 2>/dev/null)
+query=name,compute_cap,memory.total,driver_version,power.limit,clocks.max.sm
+gpus=$(nvidia-smi --query-gpu=$query --format=csv,noheader 2>/dev/null)
 say "  nvcc: $([ -n "$nvcc" ] && "$nvcc" --version | sed -n 's/.*release \(.*\)/\1/p' || echo none)"
 say "  GPU: ${gpus:-none}"
-git log -1 --format='  commit %h of %cd' --date=short 2>/dev/null | tee -a "$logs/summary.txt"
-for tool in make timeout awk sed cc; do
-    if ! command -v "$tool" >/dev/null 2>&1; then say "✗ this script needs $tool, which is not here"; failed=1; finish; fi
+command -v git >/dev/null 2>&1 && git log -1 --format='  commit %h of %cd' --date=short 2>/dev/null | tee -a "$logs/summary.txt"
+for tool in $needs; do
+    if ! command -v "$tool" >/dev/null 2>&1; then
+        say "✗ stops here: this script needs $tool, which is not here"
+        failed=1
+        finish
+    fi
 done
 if [ -z "$emulator" ] && [ -z "$nvcc" ]; then
     say "✗ stops here: there is no nvcc (CUDA Toolkit, or make deps-cuda); --emulator tries this script without a GPU"
@@ -152,9 +160,10 @@ say ""
 B=24 steps=20 accum=4
 [ -n "$emulator" ] && B=2 steps=3 accum=2
 say "$steps steps of $model at T = $T"
-if [ -z "$emulator" ]; then # three quarters of the card, at most what the plan asks of one card
-    gib=$(nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits | head -n 1 | awk '{ printf "%.2f", $1 / 1024 * 0.9 }')
-    fits=$($trainer --model $model -t $T --dry-run --memory "$gib" | sed -n 's/.*largest batch.*--batch-size \([0-9]*\).*/\1/p')
+if [ -z "$emulator" ]; then # nine tenths of the card are ours, the rest is cuBLAS's and the driver's
+    gib=$(nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits | awk 'NR == 1 { printf "%.2f", $1 / 1024 * 0.9 }')
+    fits=$($trainer --model $model -t $T --dry-run --memory "$gib" |
+        sed -n 's/.*largest batch.*--batch-size \([0-9]*\).*/\1/p')
     [ "${fits:-0}" -lt "$B" ] && B=${fits:-1}
 fi
 mark=$(now)
@@ -179,7 +188,8 @@ if [ -s "$logs/metrics.jsonl" ]; then
                   1e10 / rate / 3600, loss
               if (mfu) printf "  %.1f %% of the nominal peak\n", 100 * mfu / kept
               if (share) printf "  %.1f %% of the GEMM peak the trainer measured\n", 100 * share / kept
-              if (peak > 1) printf "  %.1f %% of the sustained GEMM peak above (1.582 GFLOP a token)\n", rate * 1.582e9 / peak / 1e10 }' \
+              if (peak > 1) printf "  %.1f %% of the sustained GEMM peak above (1.582 GFLOP a token)\n",
+                  rate * 1.582e9 / peak / 1e10 }' \
         "$logs/metrics.jsonl" | tee -a "$logs/summary.txt"
     sed -n '/^profile/,$p' "$logs/train.log" | sed 's/^/  /' | tee -a "$logs/summary.txt"
 fi
