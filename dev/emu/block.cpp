@@ -3,23 +3,9 @@
 // greedy: a warp runs until all its lanes wait. That is the largest skew between warps the barriers allow, so what a
 // missing barrier would have protected really goes wrong.
 #include <omp.h>
+#include <sanitizer/asan_interface.h>                 // its macros do nothing without AddressSanitizer
 #include <sys/mman.h>
-#include <time.h>
 #include "internal.h"
-#if defined(__SANITIZE_ADDRESS__)
-#define EMU_ASAN 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define EMU_ASAN 1
-#endif
-#endif
-#ifdef EMU_ASAN
-#include <sanitizer/asan_interface.h>
-#else
-#define ASAN_POISON_MEMORY_REGION(p, n) ((void)0)
-#define ASAN_UNPOISON_MEMORY_REGION(p, n) ((void)0)
-#endif
-extern "C" void* _Unwind_FindEnclosingFunction(void* pc);
 
 __thread uint3 blockIdx;
 __thread dim3 blockDim, gridDim;
@@ -129,6 +115,13 @@ static inline Thread* pick(Block* b) {
     }
 }
 
+// The fiber on which the thread waits, or a fresh one that will begin it.
+static inline Fiber* fiber_of(Worker* w, Thread* t) {
+    if (t->fiber) return t->fiber;
+    w->start = t;
+    return take_fiber(w);
+}
+
 // Continues with another thread; the running one has noted where it waits. Without any, the worker's main loop decides.
 static inline void reschedule() {
     Worker* w = worker;
@@ -138,11 +131,7 @@ static inline void reschedule() {
         switch_to(&w->main);
         return;
     }
-    Fiber* f = t->fiber;
-    if (!f) {
-        w->start = t;
-        f = take_fiber(w);
-    }
+    Fiber* f = fiber_of(w, t);
     cur = t;
     if (f != w->running) switch_to(f);
 }
@@ -405,7 +394,7 @@ void atomic_access(const void* p, size_t n, AtomicKind kind, void* pc) {
     check_atomic(p, n, kind, pc);
 }
 
-void fence(bool device_wide, void*) {
+void fence(bool device_wide) {
     if (!cur) return;
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     check_fence(device_wide);
@@ -602,7 +591,7 @@ static void start_block(Worker* w, Grid& g, Block* b, long linear) {
     b->asking = 0;
     b->arrived = b->poll_rounds = 0;
     b->mismatch = nullptr;
-    b->any_polling = b->started = b->finished = false;
+    b->any_polling = b->finished = false;
     b->random = (uint32_t)(options().seed * 2654435761u + (uint32_t)g.serial * 7919u + (uint32_t)linear * 104729u) | 1;
     b->warp = choose(b, b->ready);
     b->shared_used = b->static_bytes = 0;
@@ -619,15 +608,9 @@ static void resume_block(Worker* w, Block* b) {
     blockIdx = b->index;
     w->running = &w->main;
     b->poll_rounds = 0;
-    Thread* t = pick(b);
-    if (t) {
+    if (Thread* t = pick(b)) {
         cur = t;
-        Fiber* f = t->fiber;
-        if (!f) {
-            w->start = t;
-            f = take_fiber(w);
-        }
-        switch_to(f);
+        switch_to(fiber_of(w, t));
     }
     cur = nullptr;
     if (b->finished) return;                           // abandoned
@@ -655,12 +638,6 @@ static void report_endless_polling(std::vector<Block*>& active) {
     }
     report_at("endless wait", active[0]->grid->config.file, active[0]->grid->config.line,
               "every thread that could run only sleeps and polls");
-}
-
-static double seconds() {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 static void retire(Worker* w, Block* b) {

@@ -49,12 +49,7 @@ static Cell (*split_pool)[4];
 static uint32_t split_used = 1;
 static std::vector<uint32_t>& split_free() { static auto* v = new std::vector<uint32_t>; return *v; }
 
-extern "C" {
-extern char __executable_start, _end;
-extern char __start_emu_device[] __attribute__((weak)), __stop_emu_device[] __attribute__((weak));
-extern char __start_emu_constant[] __attribute__((weak)), __stop_emu_constant[] __attribute__((weak));
-extern char __start_emu_managed[] __attribute__((weak)), __stop_emu_managed[] __attribute__((weak));
-}
+extern "C" char __executable_start, _end;
 
 template <class T> static T* reserve(size_t count) {   // address space only: pages come when touched
     void* p =
@@ -162,16 +157,29 @@ static std::unordered_map<uintptr_t, std::shared_ptr<Log>>& flags_seen() {
     return *m;
 }
 
+static std::shared_ptr<Snapshot> snapshot(int thread, bool device_wide) {        // nothing known yet
+    auto s = std::make_shared<Snapshot>();             // all zero
+    s->op = now_op;
+    s->block = (uint32_t)worker->block->linear;
+    s->thread = thread;
+    s->device_wide = device_wide;
+    return s;
+}
+
+static void append(uintptr_t flag, const std::shared_ptr<Snapshot>& s) {
+    std::shared_ptr<Log>& log = flags_seen()[flag];
+    if (!log) log = std::make_shared<Log>();
+    if (!log->entries.empty() && log->entries.back() == s) return;
+    log->by_block[s->block].push_back(log->entries.size());
+    log->entries.push_back(s);
+}
+
 void check_fence(bool device_wide) {
     Thread* t = this_thread();
     Block* b = worker->block;
-    auto s = std::make_shared<Snapshot>();             // all zero
-    s->op = now_op;
-    s->block = (uint32_t)b->linear;
-    s->thread = t->linear;
+    auto s = snapshot(t->linear, device_wide);
     s->clock = t->clock;
     s->barrier_clock = b->barrier_clock;
-    s->device_wide = device_wide;
     const Warp& w = b->warps[(size_t)t->warp];
     s->has_row = w.synced;
     if (w.synced) memcpy(s->row, w.known[t->lane], sizeof s->row);
@@ -218,11 +226,7 @@ static void look_at_flag(Thread* t, uintptr_t a) {
 static void adopt_fences(Thread* t) {
     Block* b = worker->block;
     if (!b->fences || (t->fence_device && t->fence_device->fences == b->fences)) return;
-    auto s = t->fence_device ? std::make_shared<Snapshot>(*t->fence_device) : std::make_shared<Snapshot>();
-    if (!t->fence_device) s->thread = t->linear;
-    s->op = now_op;
-    s->block = (uint32_t)b->linear;
-    s->device_wide = true;
+    auto s = t->fence_device ? std::make_shared<Snapshot>(*t->fence_device) : snapshot(t->linear, true);
     s->fences = b->fences;
     s->of_block = b->acquired;
     t->fence_device = s;
@@ -232,17 +236,11 @@ static void adopt_fences(Thread* t) {
 // `volatile` results behind a counter need their fence like others: volatile does not order them before the atomic.
 static bool volatile_data;                             // this kernel stores through volatile pointers in global memory
 static void count_unfenced(Thread* t, uintptr_t a) {
-    std::shared_ptr<Log>& log = flags_seen()[a];
-    if (!log) log = std::make_shared<Log>();
-    auto s = std::make_shared<Snapshot>();
-    s->op = now_op;
-    s->block = (uint32_t)worker->block->linear;
-    s->thread = t->linear;
+    auto s = snapshot(t->linear, false);
     s->clock = t->clock;
     s->barrier_clock = worker->block->barrier_clock;
     s->unfenced = true;
-    log->by_block[s->block].push_back(log->entries.size());
-    log->entries.push_back(s);
+    append(a, s);
 }
 
 // A read-modify-write adds to what the flag tells; a plain store replaces it.
@@ -250,14 +248,7 @@ static void set_flag(Thread* t, uintptr_t a, bool replaces) {
     if (replaces) flags_seen().erase(a);
     adopt_fences(t);
     if (volatile_data && !replaces) count_unfenced(t, a);
-    if (!t->fence_block) return;
-    std::shared_ptr<Log>& log = flags_seen()[a];
-    if (!log) log = std::make_shared<Log>();
-    for (auto& s : {t->fence_block, t->fence_device}) {
-        if (!s || (!log->entries.empty() && log->entries.back() == s)) continue;
-        log->by_block[s->block].push_back(log->entries.size());
-        log->entries.push_back(s);
-    }
+    for (auto& s : {t->fence_block, t->fence_device}) if (s) append(a, s);
 }
 
 static bool tells(const Acquired* known, const Record& r, bool other_block, int depth);
@@ -352,16 +343,8 @@ static void share_fences(Thread* lanes, unsigned mask, std::shared_ptr<Snapshot>
     }
     for (int i = 0; any && i < 32; i++) {
         if (!(mask >> i & 1)) continue;
-        std::shared_ptr<Snapshot> s;
-        if (lanes[i].*fence) {
-            s = std::make_shared<Snapshot>(*(lanes[i].*fence));
-        } else {
-            s = std::make_shared<Snapshot>();
-            s->op = now_op;
-            s->block = (uint32_t)worker->block->linear;
-            s->thread = lanes[i].linear;
-            s->device_wide = fence == &Thread::fence_device;
-        }
+        auto s = lanes[i].*fence ? std::make_shared<Snapshot>(*(lanes[i].*fence))
+                                 : snapshot(lanes[i].linear, fence == &Thread::fence_device);
         for (int j = 0; j < 32; j++) s->row[j] = std::max(s->has_row ? s->row[j] : 0, row[j]);
         s->has_row = true;
         lanes[i].*fence = s;
@@ -439,6 +422,7 @@ static void settle_now() {
     if (worker) worker->block = b;
 }
 static inline void settle() { if (__builtin_expect(any_pending, 0)) settle_now(); }
+void check_settle() { settle(); }
 
 // A compare-and-swap loop may begin with a plain read: the swap checks the guess. Such a read stands just above it.
 static bool guess_for_swap(const Record& r, const Record& mine) {
@@ -594,6 +578,7 @@ static std::map<uintptr_t, HostRange>& never_written() {
     return *m;
 }
 static std::atomic<int> host_ranges{0};                // sizes of both, so that the common case is one comparison
+static void count_host_ranges() { host_ranges = (int)(in_copy().size() + never_written().size()); }
 static std::recursive_mutex host_lock;
 
 template <class F> static void overlapping(std::map<uintptr_t, HostRange>& m, uintptr_t a, size_t n, F use) {
@@ -614,14 +599,14 @@ static void cut_out(std::map<uintptr_t, HostRange>& m, uintptr_t a, size_t n) {
         if (from < a) m[from] = {a, r.op, r.pc};
         if (r.end > a + n) m[a + n] = r;
     });
-    host_ranges = (int)(in_copy().size() + never_written().size());
+    count_host_ranges();
 }
 
 void check_host_pending(Op* op, const void* p, size_t n) {
     std::lock_guard<std::recursive_mutex> guard(host_lock);
     cut_out(in_copy(), (uintptr_t)p, n);
     in_copy()[(uintptr_t)p] = {(uintptr_t)p + n, op->id, (uint32_t)(uintptr_t)op->pc};
-    host_ranges = (int)(in_copy().size() + never_written().size());
+    count_host_ranges();
 }
 
 static void host_plain(uintptr_t a, size_t n, bool write, void* pc) {
@@ -648,7 +633,7 @@ static void host_plain(uintptr_t a, size_t n, bool write, void* pc) {
                    where((void*)(uintptr_t)r.pc).c_str());
         });
     }
-    host_ranges = (int)(in_copy().size() + never_written().size());
+    count_host_ranges();
 }
 
 // ---------------------------------------------------------------- one access
@@ -860,8 +845,6 @@ void check_block_begin(Block* b) {
 
 void check_shared_alloc(Block* b, char* p, size_t n) { memset(b->shared_state + (p - b->shared), ALLOCATED, n); }
 
-void check_op_begin(Op*) { settle(); }
-
 void check_op_touch(const void* p, size_t n, bool write) {
     const Region* g = region_of((uintptr_t)p);
     if (!g || !running_op) return;
@@ -899,7 +882,7 @@ void check_op_copy(void* dst, const void* src, size_t n) {
             mark(std::max(h.first, (uintptr_t)src) - (uintptr_t)src,
                  std::min(h.second, (uintptr_t)src + n) - (uintptr_t)src, false);
     }
-    host_ranges = (int)(in_copy().size() + never_written().size());
+    count_host_ranges();
 }
 
 void check_exit() {
@@ -934,7 +917,7 @@ static void copied(void* d, const void* s, size_t n, void* pc) {
         more.push_back({from - (uintptr_t)s + (uintptr_t)d, {end - (uintptr_t)s + (uintptr_t)d, 0, it->second.pc}});
     });
     for (auto& m : more) never_written()[m.first] = m.second;
-    host_ranges = (int)(in_copy().size() + never_written().size());
+    count_host_ranges();
 }
 
 static void forget_host(void* p, void* pc) {
@@ -973,46 +956,33 @@ using namespace emu;
 #define RET __builtin_return_address(0)
 
 extern "C" {
-void* emu_memcpy(void* d, const void* s, size_t n) {
-    copied(d, s, n, RET);
-    return memcpy(d, s, n);
-}
-void* emu_memmove(void* d, const void* s, size_t n) {
-    copied(d, s, n, RET);
-    return memmove(d, s, n);
-}
-void* emu_memset(void* d, int v, size_t n) {
-    if (n) plain(d, n, true, RET);
-    return memset(d, v, n);
-}
+// The user's own calls, and those that the compiler makes of struct copies.
+#define MEMORY_FUNCTIONS(prefix)                                  \
+    void* prefix##memcpy(void* d, const void* s, size_t n) {      \
+        copied(d, s, n, RET);                                     \
+        return memcpy(d, s, n);                                   \
+    }                                                             \
+    void* prefix##memmove(void* d, const void* s, size_t n) {     \
+        copied(d, s, n, RET);                                     \
+        return memmove(d, s, n);                                  \
+    }                                                             \
+    void* prefix##memset(void* d, int v, size_t n) {              \
+        if (n) plain(d, n, true, RET);                            \
+        return memset(d, v, n);                                   \
+    }
+MEMORY_FUNCTIONS(emu_) MEMORY_FUNCTIONS(__tsan_)
 void* emu_malloc(size_t n) { return cur ? kernel_malloc(n) : malloc(n); }
 void* emu__Znwm(size_t n) { return cur ? kernel_malloc(n) : ::operator new(n); }
 void* emu__Znam(size_t n) { return cur ? kernel_malloc(n) : ::operator new[](n); }
-void emu_free(void* p) {
-    if (cuda_memory_freed(p, RET)) return;
-    forget_host(p, RET);
-    free(p);
-}
-void emu__ZdlPv(void* p) {
-    if (cuda_memory_freed(p, RET)) return;
-    forget_host(p, RET);
-    ::operator delete(p);
-}
-void emu__ZdlPvm(void* p, size_t) {
-    if (cuda_memory_freed(p, RET)) return;
-    forget_host(p, RET);
-    ::operator delete(p);
-}
-void emu__ZdaPv(void* p) {
-    if (cuda_memory_freed(p, RET)) return;
-    forget_host(p, RET);
-    ::operator delete[](p);
-}
-void emu__ZdaPvm(void* p, size_t) {
-    if (cuda_memory_freed(p, RET)) return;
-    forget_host(p, RET);
-    ::operator delete[](p);
-}
+#define FREE_FUNCTION(name, real, ...)                            \
+    void name(void* p, ##__VA_ARGS__) {                           \
+        if (cuda_memory_freed(p, RET)) return;                    \
+        forget_host(p, RET);                                      \
+        real(p);                                                  \
+    }
+FREE_FUNCTION(emu_free, free) FREE_FUNCTION(emu__ZdlPv, ::operator delete)
+FREE_FUNCTION(emu__ZdaPv, ::operator delete[])
+FREE_FUNCTION(emu__ZdlPvm, ::operator delete, size_t) FREE_FUNCTION(emu__ZdaPvm, ::operator delete[], size_t)
 
 // ---------------------------------------------------------------- what -fsanitize=thread calls
 void __tsan_init() {}
@@ -1038,18 +1008,6 @@ void __tsan_volatile_write1(void* p) { through_volatile(p, 1, true, RET); }
 ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
 void __tsan_read_range(void* p, size_t n) { plain(p, n, false, RET); }
 void __tsan_write_range(void* p, size_t n) { plain(p, n, true, RET); }
-void* __tsan_memcpy(void* d, const void* s, size_t n) {
-    copied(d, s, n, RET);
-    return memcpy(d, s, n);
-}
-void* __tsan_memmove(void* d, const void* s, size_t n) {
-    copied(d, s, n, RET);
-    return memmove(d, s, n);
-}
-void* __tsan_memset(void* d, int v, size_t n) {
-    plain(d, n, true, RET);
-    return memset(d, v, n);
-}
 static void through_atomic(const volatile void* p, size_t n, bool write, void* pc) {
     if (cur) atomic_access((const void*)p, n, write ? ATOMIC_WRITE : ATOMIC_LOAD, pc);
 }
@@ -1057,6 +1015,11 @@ static void through_atomic(const volatile void* p, size_t n, bool write, void* p
     T __tsan_atomic##N##_##name(volatile T* p, T v, int) { \
         through_atomic(p, N / 8, true, RET);             \
         return builtin(p, v, __ATOMIC_SEQ_CST);          \
+    }
+#define ATOMIC_SWAP(N, T, kind)                                                                          \
+    int __tsan_atomic##N##_compare_exchange_##kind(volatile T* p, T* e, T v, int, int) {                 \
+        through_atomic(p, N / 8, true, RET);                                                             \
+        return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);          \
     }
 #define ATOMICS(N, T)                                                                                    \
     T __tsan_atomic##N##_load(const volatile T* p, int) {                                                \
@@ -1073,14 +1036,7 @@ static void through_atomic(const volatile void* p, size_t n, bool write, void* p
     ATOMIC_OP(N, T, fetch_and, __atomic_fetch_and)                                                       \
     ATOMIC_OP(N, T, fetch_or, __atomic_fetch_or)                                                         \
     ATOMIC_OP(N, T, fetch_xor, __atomic_fetch_xor)                                                       \
-    int __tsan_atomic##N##_compare_exchange_strong(volatile T* p, T* e, T v, int, int) {                 \
-        through_atomic(p, N / 8, true, RET);                                                             \
-        return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);          \
-    }                                                                                                    \
-    int __tsan_atomic##N##_compare_exchange_weak(volatile T* p, T* e, T v, int, int) {                   \
-        through_atomic(p, N / 8, true, RET);                                                             \
-        return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);          \
-    }                                                                                                    \
+    ATOMIC_SWAP(N, T, strong) ATOMIC_SWAP(N, T, weak)                                                    \
     T __tsan_atomic##N##_compare_exchange_val(volatile T* p, T e, T v, int, int) {                       \
         through_atomic(p, N / 8, true, RET);                                                             \
         __atomic_compare_exchange_n(p, &e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                \

@@ -208,14 +208,13 @@ static cublasStatus_t gemm(const char* call, void* pc, cublasHandle_t h, const G
 }
 
 // ---------------------------------------------------------------- cuBLASLt objects
+const cudaDataType LIKE_D = (cudaDataType)-1;
 struct LtDesc {
-    unsigned magic;
-    cublasComputeType_t compute;
-    cudaDataType scale;
-    int32_t ta, tb;
-    Epilogue epilogue;
-    int64_t aux_ld, aux_stride;
-    int32_t aux_type;
+    unsigned magic = ALIVE;
+    int32_t ta = CUBLAS_OP_N, tb = CUBLAS_OP_N;
+    Epilogue epilogue = {CUBLASLT_EPILOGUE_DEFAULT, nullptr, LIKE_D, {}};
+    int64_t aux_ld = 0, aux_stride = 0;
+    cudaDataType aux_type = LIKE_D;
 };
 struct LtLayout {
     unsigned magic;
@@ -224,7 +223,6 @@ struct LtLayout {
     int64_t ld;
     int32_t batch;
     int64_t stride;
-    int32_t order;
 };
 struct LtPreference { unsigned magic; uint64_t workspace; };
 
@@ -378,10 +376,7 @@ cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* d, cublasComputeTy
     MAY_FAIL;
     if (!known_compute(compute) || scale != CUDA_R_32F)
         return wrong("cublasLtMatmulDescCreate", PC, "only 32F compute and scale types are emulated");
-    *d = (cublasLtMatmulDesc_t) new LtDesc{
-        ALIVE, compute, scale, CUBLAS_OP_N, CUBLAS_OP_N, {CUBLASLT_EPILOGUE_DEFAULT, nullptr, CUDA_R_32F, {}},
-        0,     0,       -1};
-    ((LtDesc*)*d)->epilogue.bias_type = (cudaDataType)-1;
+    *d = (cublasLtMatmulDesc_t) new LtDesc;
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) {
@@ -412,7 +407,7 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t h, cublasLtMa
 cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* l, cudaDataType type, uint64_t rows, uint64_t cols,
                                           int64_t ld) {
     MAY_FAIL;
-    *l = (cublasLtMatrixLayout_t) new LtLayout{ALIVE, type, rows, cols, ld, 1, 0, CUBLASLT_ORDER_COL};
+    *l = (cublasLtMatrixLayout_t) new LtLayout{ALIVE, type, rows, cols, ld, 1, 0};
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t l) {
@@ -494,10 +489,9 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t h, cublasLtMatmulDesc_t hd, const
               *(const float*)beta,  lt_matrix(A, *a),     lt_matrix(B, *b),
               lt_matrix(C, *c),     lt_matrix(D, *o),     a->batch,
               d->epilogue};
-    if (p.epilogue.bias_type == (cudaDataType)-1) p.epilogue.bias_type = o->type;
+    if (p.epilogue.bias_type == LIKE_D) p.epilogue.bias_type = o->type;
     if (p.epilogue.aux.p)
-        p.epilogue.aux = {p.epilogue.aux.p,  d->aux_type < 0 ? o->type : (cudaDataType)d->aux_type,
-                          o->rows,           o->cols,
+        p.epilogue.aux = {p.epilogue.aux.p, d->aux_type == LIKE_D ? o->type : d->aux_type, o->rows, o->cols,
                           (size_t)d->aux_ld, d->aux_stride};
     return issue(call, PC, p, stream);
 }

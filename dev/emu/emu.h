@@ -65,7 +65,6 @@ cudaError_t error_so_far();
 struct Kernel {  // one instance of a kernel: translate.py puts a static one into each
     int max_threads;                                   // __launch_bounds__, 0 if none
     const void* address;                               // the function, found on first entry
-    const char* name;
 };
 extern __thread Kernel* entered;
 void enter_first(Kernel& k, void* pc);  // first thread of a launch: attributes and bounds are checked there
@@ -101,7 +100,7 @@ using Done = void (*)(void** lane_args, unsigned arrived);
 void warp_op(unsigned mask, const char* what, void* arg, Done done, const char* f, int l);
 void syncwarp(unsigned mask, const char* f, int l);
 unsigned activemask(const char* f, int l);
-void fence(bool device_wide, void* pc);
+void fence(bool device_wide);
 enum AtomicKind { ATOMIC_LOAD, ATOMIC_WRITE, ATOMIC_CAS };
 void atomic_access(const void* p, size_t n, AtomicKind kind,
                    void* pc);                          // the checker's and the spin detector's view of an atomic
@@ -195,9 +194,9 @@ constexpr int warpSize = 32;
 #define __syncthreads_and(p) (::emu::barrier(__COUNTER__, ::emu::BARRIER_AND, (p) != 0))
 #define __syncthreads_or(p) (::emu::barrier(__COUNTER__, ::emu::BARRIER_OR, (p) != 0))
 inline void __syncwarp(unsigned mask = 0xffffffffu, EMU_AT) { emu::syncwarp(mask, f, l); }
-EMU_HOOK inline void __threadfence() { emu::fence(true, EMU_PC); }
-EMU_HOOK inline void __threadfence_system() { emu::fence(true, EMU_PC); }
-EMU_HOOK inline void __threadfence_block() { emu::fence(false, EMU_PC); }
+inline void __threadfence() { emu::fence(true); }
+inline void __threadfence_system() { emu::fence(true); }
+inline void __threadfence_block() { emu::fence(false); }
 inline void __nanosleep(unsigned) { emu::poll(); }
 inline void __trap(EMU_AT) { emu::trap(f, l); }
 inline void __brkpt() {}
@@ -252,22 +251,15 @@ template <class T> unsigned __match_all_sync(unsigned m, T v, int* all, EMU_AT) 
     return r;
 }
 inline unsigned __activemask(EMU_AT) { return emu::activemask(f, l); }
-inline unsigned __lane_id() { return (unsigned)emu::cur->lane; }
 
 // ---- atomics, and the loads and stores with a cache hint
-#define EMU_ATOMIC(name, expression)                                                                                   \
+#define EMU_ATOMIC_NAMED(name, expression)                                                                             \
     template <class T> EMU_HOOK T name(T* p, emu::Same<T> v) {                                                         \
-        return emu::atomic_update(                                                                                     \
-            p, [v](T o) -> T { return (T)(expression); }, EMU_PC);                                                     \
-    }                                                                                                                  \
-    template <class T> EMU_HOOK T name##_block(T* p, emu::Same<T> v) {                                                 \
-        return emu::atomic_update(                                                                                     \
-            p, [v](T o) -> T { return (T)(expression); }, EMU_PC);                                                     \
-    }                                                                                                                  \
-    template <class T> EMU_HOOK T name##_system(T* p, emu::Same<T> v) {                                                \
-        return emu::atomic_update(                                                                                     \
-            p, [v](T o) -> T { return (T)(expression); }, EMU_PC);                                                     \
+        return emu::atomic_update(p, [v](T o) -> T { return (T)(expression); }, EMU_PC);                               \
     }
+#define EMU_ATOMIC(name, expression) /* the three scopes */                                                            \
+    EMU_ATOMIC_NAMED(name, expression) EMU_ATOMIC_NAMED(name##_block, expression)                                      \
+    EMU_ATOMIC_NAMED(name##_system, expression)
 EMU_ATOMIC(atomicAdd, o + v)
 EMU_ATOMIC(atomicSub, o - v)
 EMU_ATOMIC(atomicMax, o > v ? o : v)
@@ -278,18 +270,11 @@ EMU_ATOMIC(atomicOr, o | v)
 EMU_ATOMIC(atomicXor, o ^ v)
 EMU_ATOMIC(atomicInc, o >= v ? 0u : o + 1)
 EMU_ATOMIC(atomicDec, o == 0 || o > v ? v : o - 1)
-template <class T> EMU_HOOK T atomicCAS(T* p, emu::Same<T> c, emu::Same<T> v) {
-    return emu::atomic_update<emu::ATOMIC_CAS>(
-        p, [c, v](T o) { return o == c ? v : o; }, EMU_PC);
-}
-template <class T> EMU_HOOK T atomicCAS_block(T* p, emu::Same<T> c, emu::Same<T> v) {
-    return emu::atomic_update<emu::ATOMIC_CAS>(
-        p, [c, v](T o) { return o == c ? v : o; }, EMU_PC);
-}
-template <class T> EMU_HOOK T atomicCAS_system(T* p, emu::Same<T> c, emu::Same<T> v) {
-    return emu::atomic_update<emu::ATOMIC_CAS>(
-        p, [c, v](T o) { return o == c ? v : o; }, EMU_PC);
-}
+#define EMU_CAS(name)                                                                                                  \
+    template <class T> EMU_HOOK T name(T* p, emu::Same<T> c, emu::Same<T> v) {                                         \
+        return emu::atomic_update<emu::ATOMIC_CAS>(p, [c, v](T o) { return o == c ? v : o; }, EMU_PC);                 \
+    }
+EMU_CAS(atomicCAS) EMU_CAS(atomicCAS_block) EMU_CAS(atomicCAS_system)
 #define EMU_LOAD(name) template <class T> inline T name(const T* p) { return *p; }
 EMU_LOAD(__ldg) EMU_LOAD(__ldcs) EMU_LOAD(__ldcg) EMU_LOAD(__ldca) EMU_LOAD(__ldlu) EMU_LOAD(__ldcv)
 #define EMU_STORE(name) template <class T> inline void name(T* p, emu::Same<T> v) { *p = v; }

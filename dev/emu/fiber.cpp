@@ -2,21 +2,13 @@
 // On processors other than x86-64 ucontext is used: slower, but the same behaviour.
 #include "fiber.h"
 #include <pthread.h>
+#include <sanitizer/asan_interface.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#if defined(__SANITIZE_ADDRESS__)
-#define EMU_ASAN 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define EMU_ASAN 1
-#endif
-#endif
 #ifdef EMU_ASAN
-extern "C" void __sanitizer_start_switch_fiber(void** fake_stack_save, const void* bottom, size_t size);
-extern "C" void __asan_unpoison_memory_region(void const volatile* p, size_t size);
-extern "C" void __sanitizer_finish_switch_fiber(void* fake_stack_save, const void** bottom_old, size_t* size_old);
+#include <sanitizer/common_interface_defs.h>
 #endif
 
 namespace emu {
@@ -100,9 +92,7 @@ void fiber_create(Fiber* f, size_t size, void (*entry)()) {
 }
 
 void fiber_reset(Fiber* f, void (*entry)()) {
-#ifdef EMU_ASAN
-    __asan_unpoison_memory_region(f->stack, f->size);    // of the frames that will never return
-#endif
+    ASAN_UNPOISON_MEMORY_REGION(f->stack, f->size);      // of the frames that will never return
     prepare(f, entry);
 }
 

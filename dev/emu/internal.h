@@ -12,9 +12,18 @@
 #include "fiber.h"
 #undef threadIdx
 #undef __syncthreads
+extern "C" void* _Unwind_FindEnclosingFunction(void* pc);
 #define PC __builtin_return_address(0)                    // the line of the user's program that called
 
 namespace emu {
+
+// The linker names the ends of the sections into which translate.py puts device variables and uses of shared ones.
+#define EMU_SECTION(type, name) \
+    extern "C" type __start_##name[] __attribute__((weak)), __stop_##name[] __attribute__((weak))
+EMU_SECTION(char, emu_device);
+EMU_SECTION(char, emu_constant);
+EMU_SECTION(char, emu_managed);
+EMU_SECTION(const SharedUse, emu_shared_uses);
 
 // ---------------------------------------------------------------- options, all from the environment
 enum Order { ORDER_FORWARD, ORDER_REVERSE, ORDER_RANDOM };
@@ -30,11 +39,16 @@ struct Options {
     double memory_gib;           // EMU_MEM, of each device
     double watchdog;             // EMU_WATCHDOG, seconds without progress; 0 = never
     bool count;                  // EMU_COUNT=1 with --check: memory counters
-    bool stats;                  // EMU_STATS=1: totals at the end
 };
 const Options& options();
 struct Limits { size_t smem_block, smem_optin, smem_sm; int regs_sm, threads_sm, blocks_sm, multiprocessors; };
 const Limits& limits();          // of the architecture asked for
+
+inline double seconds() {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
 
 // ---------------------------------------------------------------- reports: anything reported makes the program exit 1
 extern std::atomic<long> report_count;
@@ -101,7 +115,7 @@ struct Block {
     BarrierKind kind;
     int accumulated, result;
     int poll_rounds;
-    bool any_polling, started, finished;
+    bool any_polling, finished;
     uint32_t random;
     // shared memory
     char* shared;
@@ -168,11 +182,11 @@ void check_lane_touch(Thread* lane, const void* p, size_t n, bool write, void* p
 void check_launch(Grid& g);                            // counters: a launch ended
 void count_mma();
 // Work that is not a kernel: copies, cuBLAS, NCCL. Names the operation that runs now and its accesses.
-void check_op_begin(Op* op);
 void check_op_touch(const void* p, size_t n, bool write);
 void check_op_copy(void* dst, const void* src, size_t n);          // initialised or not travels along
 // Host memory that an unfinished operation still uses.
 void check_host_pending(Op* op, const void* p, size_t n);
+void check_settle();                                   // two stores of the same value are no conflict: were they?
 void check_exit();
 void note_poll(const void* p, void* pc);  // an atomic or volatile access; lets others run when it looks like waiting
 // counters (count.cpp)
@@ -195,7 +209,7 @@ struct Op {
     std::function<void()> run;
     std::vector<std::shared_ptr<Op>> needs;
     bool done, skip_at_exit;
-    double finished;             // milliseconds
+    double finished;             // at what time
 };
 using OpRef = std::shared_ptr<Op>;
 // Issues work on a stream; it runs now, or as late as possible with lazy streams. Null: no stream of that handle.

@@ -6,7 +6,6 @@
 #include <mpi.h>
 #include <nccl.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 #include "internal.h"
 #define MAY_FAIL if (failing(__func__)) return ncclInternalError
@@ -111,19 +110,13 @@ static double reduce_one(const char* all, size_t i, size_t n, const Collective& 
 }
 
 // ---------------------------------------------------------------- meeting the other ranks
-static double now() {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static bool finish(MPI_Request* request, const Collective& c, const char* stage) {
     static const double limit = getenv("EMU_NCCL_TIMEOUT") ? atof(getenv("EMU_NCCL_TIMEOUT")) : 30;
-    double start = now();
+    double start = seconds();
     for (int done = 0;;) {
         MPI_Test(request, &done, MPI_STATUS_IGNORE);
         if (done) return true;
-        if (now() - start > limit) break;
+        if (seconds() - start > limit) break;
         usleep(50);
     }
     report("NCCL", c.pc, nullptr,
@@ -244,7 +237,7 @@ ncclResult_t ncclGetVersion(int* v) {
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
     MAY_FAIL;
     memset(id, 0, sizeof *id);
-    snprintf(id->internal, sizeof id->internal, "emu %d %.9f", (int)getpid(), now());
+    snprintf(id->internal, sizeof id->internal, "emu %d %.9f", (int)getpid(), seconds());
     return ncclSuccess;
 }
 static ncclResult_t init_rank(ncclComm_t* out, int ranks, const ncclUniqueId& id, int rank, void* pc) {

@@ -19,7 +19,7 @@ void check_cp_issue(const CpAsync&) {}
 void check_cp_land(const CpAsync&) {}
 void check_launch(Grid&) {}
 void count_mma() {}
-void check_op_begin(Op*) {}
+void check_settle() {}
 void check_op_touch(const void*, size_t, bool) {}
 void check_op_copy(void*, const void*, size_t) {}
 void check_host_pending(Op*, const void*, size_t) {}

@@ -15,13 +15,6 @@
 #include <set>
 #include <tuple>
 #include "internal.h"
-#if defined(__SANITIZE_ADDRESS__)
-#define EMU_ASAN 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define EMU_ASAN 1
-#endif
-#endif
 
 namespace emu {
 
@@ -61,7 +54,6 @@ static Options read_options() {
     o.memory_gib = number("EMU_MEM", 80);
     o.watchdog = number("EMU_WATCHDOG", 10);
     o.count = number("EMU_COUNT", 0) != 0;
-    o.stats = number("EMU_STATS", 0) != 0;
     return o;
 }
 
@@ -218,16 +210,20 @@ struct Watched { pthread_t thread; Worker* worker; long progress; double since; 
 static std::mutex watched_lock;
 static std::vector<Watched>& watched = *new std::vector<Watched>;       // outlives every thread
 
-static void on_hang(int, siginfo_t*, void* context) {
-    void* pc = nullptr;
+static std::string interrupted(void* context) {        // the line of the instruction where the signal came
 #if defined(__x86_64__)
-    pc = (void*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
+    return where((char*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP] + 1);
+#elif defined(__aarch64__)
+    return where((char*)((ucontext_t*)context)->uc_mcontext.pc + 1);
 #else
-    (void)context;
+    return (void)context, "?";
 #endif
+}
+
+static void on_hang(int, siginfo_t*, void* context) {
     fprintf(stderr,
             "emu: %s: watchdog: no thread made progress for %g s of processor time (EMU_WATCHDOG)\nemu:     by %s\n",
-            where((char*)pc + 1).c_str(), options().watchdog, who().c_str());
+            interrupted(context).c_str(), options().watchdog, who().c_str());
     fflush(stdout);
     _exit(1);
 }
@@ -235,18 +231,12 @@ static void on_hang(int, siginfo_t*, void* context) {
 __attribute__((unused)) static void on_fault(int signal, siginfo_t* info, void* context) {
     static std::atomic<int> entered_before{0};
     if (entered_before++) _exit(1);
-    void* pc = nullptr;
-#if defined(__x86_64__)
-    pc = (void*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
-#else
-    (void)context;
-#endif
     const char* what = signal == SIGFPE ? "division by zero or overflow"
                        : fiber_in_stack(info->si_addr)
                            ? "stack overflow: local memory is used up (EMU_STACK gives a thread more KiB)"
                            : "memory fault";
     fflush(stdout);
-    fprintf(stderr, "emu: %s: %s at address %p\nemu:     by %s\n", where((char*)pc + 1).c_str(), what, info->si_addr,
+    fprintf(stderr, "emu: %s: %s at address %p\nemu:     by %s\n", interrupted(context).c_str(), what, info->si_addr,
             who().c_str());
     _exit(1);
 }

@@ -15,14 +15,6 @@ static std::map<char*, Allocation>& allocations() { static auto* m = new std::ma
 static std::mutex memory_lock;
 static int current_device;
 static size_t used_bytes[64];
-// The linker names the ends of the sections into which translate.py puts device variables.
-extern "C" {
-extern char __start_emu_device[] __attribute__((weak)), __stop_emu_device[] __attribute__((weak));
-extern char __start_emu_constant[] __attribute__((weak)), __stop_emu_constant[] __attribute__((weak));
-extern char __start_emu_managed[] __attribute__((weak)), __stop_emu_managed[] __attribute__((weak));
-extern const SharedUse __start_emu_shared_uses[] __attribute__((weak)), __stop_emu_shared_uses[] __attribute__((weak));
-void* _Unwind_FindEnclosingFunction(void* pc);
-}
 
 // Pageable memory that cudaHostRegister has pinned.
 static std::map<char*, size_t>& registered() { static auto* m = new std::map<char*, size_t>; return *m; }

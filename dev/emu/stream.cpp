@@ -2,7 +2,6 @@
 // before somebody waits for it, the latest schedule CUDA allows: a missing wait then shows in the data. The vector
 // clock of each operation tells the checker which operations are ordered, whatever order they happened to run in.
 #include <string.h>
-#include <time.h>
 #include <deque>
 #include <set>
 #include "internal.h"
@@ -83,22 +82,16 @@ bool host_knows(uint32_t id) {
 }
 
 // ---------------------------------------------------------------- running operations
-static double milliseconds() {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return 1e3 * (double)t.tv_sec + 1e-6 * (double)t.tv_nsec;
-}
-
 static void run_op(Op* op) {
     Op* outer = running_op;
     running_op = op;
-    check_op_begin(op);
+    check_settle();
     if (op->run) op->run();
     running_op = outer;
     op->run = nullptr;
     op->needs.clear();
     op->done = true;
-    op->finished = milliseconds();
+    op->finished = seconds();
 }
 
 static void force(Op* op) {                            // by an own stack: queues may be long
@@ -399,7 +392,7 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) 
         report("missing wait", PC, nullptr, "cudaEventElapsedTime of an event that nobody has waited for");
         return set_error(cudaErrorNotReady);
     }
-    *ms = (float)(b->op->finished - a->op->finished);
+    *ms = (float)(1000 * (b->op->finished - a->op->finished));
     return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t h, cudaEvent_t event, unsigned) {

@@ -25,12 +25,12 @@ static void plain_sum_case(bool bad) { plain_sum<<<2, 32>>>(zeros<float>(1), upl
 
 // The last block to finish adds the partial sums of all: fence, then count. Several ways to get it wrong.
 __device__ unsigned finished = 0;
-enum Mistake { RIGHT, NO_FENCE, FENCE_BEFORE, BLOCK_FENCE, NO_BARRIER, PLAIN_COUNT };
+enum Mistake { RIGHT, NO_FENCE, FENCE_BEFORE, BLOCK_FENCE };
 __device__ void publish(float* partial, Mistake m) {
     if (m == FENCE_BEFORE) __threadfence();
     partial[blockIdx.x] = blockIdx.x;
     if (m == BLOCK_FENCE) __threadfence_block();
-    if (m == RIGHT || m == PLAIN_COUNT) __threadfence();
+    if (m == RIGHT) __threadfence();
 }
 __global__ void last_block(float* out, float* partial, Mistake m) {
     __shared__ bool last;

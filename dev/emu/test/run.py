@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """The emulator's tests. `run.py [WORD]` runs those whose name contains WORD. Programs are built into build/emu/test."""
+import collections
 import concurrent.futures
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import traceback
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -34,12 +36,20 @@ def run(command, env=None, limit=120):
     return r.returncode, r.stdout + r.stderr
 
 
+BUILT = collections.defaultdict(threading.Lock)        # program -> held while it is built
+DONE = set()
+
+
 def build(name, mode, cc="g++"):
+    """The path of a test program, which is built by the first test that asks for it."""
     os.makedirs(BUILD, exist_ok=True)
     out = os.path.join(BUILD, "%s-%s-%s" % (name, mode, cc))
-    code, text = run([sys.executable, os.path.join(EMU, "emucc"), "--" + mode, "--cc", cc, "-I" + ROOT, "-o", out,
-            os.path.join(HERE, name + ".cu")], limit=280)
-    need(code == 0, "emucc: " + text[-2000:])
+    with BUILT[out]:
+        if out not in DONE:
+            code, text = run([sys.executable, os.path.join(EMU, "emucc"), "--" + mode, "--cc", cc, "-I" + ROOT,
+                    "-o", out, os.path.join(HERE, name + ".cu")], limit=280)
+            need(code == 0, "emucc: " + text[-2000:])
+            DONE.add(out)
     return out
 
 
@@ -348,25 +358,13 @@ def one(test):
 def main():
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     good = bad = 0
-    # each program is built once, before the tests that share it
-    first = [("fast", "intrinsics", "g++"), ("check", "intrinsics", "g++"), ("fast", "textbook", "g++"), ("check",
-            "textbook", "g++"), ("fast", "api", "g++"),
-             ("check", "blas", "g++"), ("check", "collectives", "g++"), ("check", "counters", "g++"),
-             ("check", "groups", "g++")]
+    # what most tests share is built first, so that both workers are busy
+    shared = [("intrinsics", "fast"), ("intrinsics", "check"), ("textbook", "fast"), ("textbook", "check"),
+              ("api", "fast"), ("blas", "check"), ("collectives", "check"), ("counters", "check"), ("groups", "check")]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         tests = [t for t in TESTS if word in t[0]]
         if not word:
-            built = {}
-            original = build
-
-            def build_once(name, mode, cc="g++"):
-                key = (name, mode, cc)
-                if key not in built:
-                    built[key] = original(name, mode, cc)
-                return built[key]
-
-            globals()["build"] = build_once
-            list(pool.map(lambda b: one(("build", lambda: build_once(b[1], b[0], b[2]))), first))
+            list(pool.map(lambda b: one(("build", lambda: build(*b))), shared))
         for name in ("faults_shared", "faults_global", "faults_host", "faults_warp"):
             if not tests or not word or word in name:
                 tests += [t for t in fault_tests(name, "g++") if word in t[0]]
