@@ -18,7 +18,7 @@ typedef struct {
     int depth;
 } GpuSpan;
 
-enum { CLOCK_SPANS = 8, TRACK_COMPUTE = 1, TRACK_ALLREDUCE = 2 };
+enum { CLOCK_SPANS = 8 };
 
 typedef struct {
     Profiler* profiler;

@@ -37,24 +37,41 @@ static inline const char* phase_name(int phase) {
 #define TRACE_EVENT_BYTES 400      // no event's text is longer
 #define TRACE_LIMIT 100000000      // bytes of the file: Chrome's viewer gets slow above
 
+// the rows of the timeline; a rank is a process
+enum { TRACK_HOST, TRACK_COMPUTE, TRACK_ALLREDUCE, TRACK_LOADER, NUM_TRACKS };
+
+static inline double profiler_clock_us(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec * 1e6 + (double)now.tv_nsec * 1e-3;
+}
+
 typedef struct {
     char name[40];
     int layer;                // -1: none
-    int track;                // a row of the timeline: 0 the host, others are named by profiler_track_name
-    int depth;                // how many spans contain it
+    int track;                // a row of the timeline
+    int depth;                // how many boxes contain it: of two that start together the outer one comes first
     double start_us, end_us;  // profiler_clock_us
 } TraceEvent;
 
 typedef struct {
+    int layer;                // -1: none
+    double start_us, end_us;
+} TraceLayer;
+
+typedef struct {
     int fd;                   // -1: no --trace, or it failed
-    const char* path;
+    char* path;
+    int rank;
+    double origin_us;         // profiler_clock_us where the timeline begins
+    char* run;                // JSON: what was run, on what (profiler_describe); NULL: not told
     int64_t tail, limit;      // bytes before the closing brackets, and how many there may be
     int64_t full_at;          // the step at which the limit stopped it, -1: not yet
     bool empty;
     TraceEvent* events;       // [TRACE_BUFFER_EVENTS]
     size_t num_events;
-    char* text;               // [TRACE_BUFFER_BYTES]
-    size_t length;
+    char* text;               // [room]
+    size_t length, room;
 } Trace;
 
 typedef struct {
@@ -70,17 +87,11 @@ typedef struct {
     int64_t num_steps;
     double first_ms, sum_ms[NUM_PHASES + 2], min_ms[NUM_PHASES + 2], max_ms[NUM_PHASES + 2];
     // the timeline
-    double origin_us;
     TraceEvent spans[TRACE_MAX_DEPTH];
     int depth;
+    TraceLayer layers[NUM_TRACKS]; // boxes that still grow: neighbouring phases of one layer
     Trace trace;
 } Profiler;
-
-static inline double profiler_clock_us(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec * 1e6 + (double)now.tv_nsec * 1e-3;
-}
 
 // ----------------------------------------------------------------------------
 // The timeline's file: JSON in Chrome's Trace Event Format. It ends with its closing brackets after every step and the
@@ -104,7 +115,7 @@ PRINTF_LIKE(2, 3)
 static inline void trace_printf(Trace* t, const char* fmt, ...) {
     va_list args;
     va_start(args, fmt);
-    size_t room = TRACE_BUFFER_BYTES - t->length;
+    size_t room = t->room - t->length;
     int n = vsnprintf(t->text + t->length, room, fmt, args);
     va_end(args);
     t->length += n < 0 ? 0 : (size_t)n < room ? (size_t)n : room - 1;
@@ -121,9 +132,12 @@ static inline void trace_string(Trace* t, const char* s) {
     trace_printf(t, "\"");
 }
 
+// clock_us: where this rank's times begin, so that those of several ranks of a machine can be laid side by side
 static inline void trace_brackets(Trace* t) {
     trace_printf(t, "\n],\"displayTimeUnit\":\"ms\",\"otherData\":{\"program\":");
     trace_string(t, program_name);
+    trace_printf(t, ",\"rank\":%d,\"clock_us\":%.3f", t->rank, t->origin_us);
+    if (t->run != NULL) { trace_printf(t, ",\"run\":%s", t->run); }
     if (t->full_at >= 0) {
         trace_printf(t, ",\"note\":\"stopped at step %lld, where the file reached its limit of %lld bytes\"",
                      (long long)t->full_at, (long long)t->limit);
@@ -159,9 +173,9 @@ static inline int trace_event_order(const void* left, const void* right) {
     return (a->depth > b->depth) - (a->depth < b->depth);
 }
 
-static inline void trace_event_text(Trace* t, const TraceEvent* e, double origin_us) {
-    trace_printf(t, "%s{\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f,\"name\":", t->empty ? "" : ",\n",
-                 e->track, e->start_us - origin_us, e->end_us - e->start_us);
+static inline void trace_event_text(Trace* t, const TraceEvent* e) {
+    trace_printf(t, "%s{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f,\"name\":", t->empty ? "" : ",\n",
+                 t->rank, e->track, e->start_us - t->origin_us, e->end_us - e->start_us);
     trace_string(t, e->name);
     if (e->layer >= 0) { trace_printf(t, ",\"args\":{\"layer\":%d}", e->layer); }
     trace_printf(t, "}");
@@ -169,11 +183,12 @@ static inline void trace_event_text(Trace* t, const TraceEvent* e, double origin
 }
 
 // Writes the events gathered so far. Near the limit none of them, so that the timeline stops between two steps.
-static inline void trace_flush(Trace* t, int64_t step, double origin_us) {
+static inline void trace_flush(Trace* t, int64_t step) {
     size_t n = t->num_events;
     t->num_events = 0;
     if (t->fd < 0 || t->full_at >= 0) { return; }
-    if (t->tail + (int64_t)(n + 2) * TRACE_EVENT_BYTES / 2 > t->limit) { // an event takes 100 to 200 bytes
+    int64_t run_bytes = (int64_t)t->room - TRACE_BUFFER_BYTES;
+    if (t->tail + run_bytes + (int64_t)(n + 2) * TRACE_EVENT_BYTES / 2 > t->limit) { // an event takes 100 to 200 bytes
         t->full_at = step;
         n = 0;
         warn("the trace %s stops at step %lld: its limit of %lld bytes is reached", t->path, (long long)step,
@@ -183,60 +198,97 @@ static inline void trace_flush(Trace* t, int64_t step, double origin_us) {
     int64_t good_tail = t->tail;
     bool good = true;
     for (size_t i = 0; i < n && good; i++) {
-        trace_event_text(t, &t->events[i], origin_us);
+        trace_event_text(t, &t->events[i]);
         if (t->length > TRACE_BUFFER_BYTES - 2 * TRACE_EVENT_BYTES) { good = trace_write_text(t, false); }
     }
     if (!good || !trace_write_text(t, true)) { trace_failed(t, good_tail); }
 }
 
-static inline void trace_open(Trace* t, const char* path) {
+// trace.json; of rank 1 trace.rank1.json
+static inline char* trace_path_of_rank(const char* path, int rank) {
+    const char* dot = strrchr(path, '.');
+    size_t stem = dot != NULL && strcmp(dot, ".json") == 0 ? (size_t)(dot - path) : strlen(path), room = strlen(path) + 24;
+    char* result = (char*)mallocCheck(room);
+    if (rank == 0) { snprintf(result, room, "%s", path); }
+    else { snprintf(result, room, "%.*s.rank%d%s", (int)stem, path, rank, path + stem); }
+    return result;
+}
+
+static inline void trace_name(Trace* t, int track, const char* kind, const char* name) {
+    trace_printf(t, "%s{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"%s\",\"args\":{\"name\":", t->empty ? "" : ",\n",
+                 t->rank, track, kind);
+    trace_string(t, name);
+    trace_printf(t, "}}");
+    t->empty = false;
+}
+
+static inline void trace_open(Trace* t, const char* path, int rank) {
     memset(t, 0, sizeof(*t));
     t->fd = -1;
     t->full_at = -1;
     t->limit = TRACE_LIMIT;
+    t->rank = rank;
+    t->origin_us = profiler_clock_us();
     if (path == NULL) { return; }
-    t->path = path;
-    t->fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    if (t->fd < 0) { fatal("--trace: cannot create %s: %s", path, strerror(errno)); }
-    if (lseek(t->fd, 0, SEEK_SET) < 0) { fatal("--trace: %s is no regular file: %s", path, strerror(errno)); }
+    t->path = trace_path_of_rank(path, rank);
+    t->fd = open(t->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (t->fd < 0) { fatal("--trace: cannot create %s: %s", t->path, strerror(errno)); }
+    if (lseek(t->fd, 0, SEEK_SET) < 0) { fatal("--trace: %s is no regular file: %s", t->path, strerror(errno)); }
     t->events = (TraceEvent*)callocCheck(TRACE_BUFFER_EVENTS, sizeof(TraceEvent));
-    t->text = (char*)callocCheck(TRACE_BUFFER_BYTES, 1);
+    t->room = TRACE_BUFFER_BYTES;
+    t->text = (char*)callocCheck(t->room, 1);
     trace_printf(t, "{\"traceEvents\":[\n");
     t->empty = true;
-    if (!trace_write_text(t, true)) { fatal("--trace: cannot write %s: %s", path, strerror(errno)); }
+    char process[32];
+    snprintf(process, sizeof(process), "rank %d", rank);
+    trace_name(t, TRACK_HOST, "process_name", process);
+    trace_name(t, TRACK_HOST, "thread_name", "host");
+    if (!trace_write_text(t, true)) { fatal("--trace: cannot write %s: %s", t->path, strerror(errno)); }
 }
 
 // ----------------------------------------------------------------------------
 // Phases and spans. Every function takes NULL for "no profiler", so tests call forward without one.
 
-// Starts measuring. trace_path: the timeline's file, or NULL; fatal if it cannot be created.
-static inline void profiler_init(Profiler* p, const char* trace_path) {
+// Starts measuring. trace_path: the timeline's file, or NULL; fatal if it cannot be created. Each rank has a file of its
+// own: trace.json, trace.rank1.json ...
+static inline void profiler_init_rank(Profiler* p, const char* trace_path, int rank) {
     memset(p, 0, sizeof(*p));
-    p->origin_us = profiler_clock_us();
     p->phase = PHASE_OTHER;
     p->layer = p->held = -1;
     for (int i = 0; i < NUM_PHASES + 2; i++) { p->min_ms[i] = INFINITY; }
-    trace_open(&p->trace, trace_path);
+    for (int i = 0; i < NUM_TRACKS; i++) { p->layers[i].layer = -1; }
+    trace_open(&p->trace, trace_path, rank);
 }
 
-// Names a row of the timeline: 0 is the host, a GPU trainer has one a stream.
+static inline void profiler_init(Profiler* p, const char* trace_path) { profiler_init_rank(p, trace_path, 0); }
+
+// Names a row of the timeline: TRACK_HOST is "host" already, a GPU trainer has one a stream.
 static inline void profiler_track_name(Profiler* p, int track, const char* name) {
     if (p == NULL || p->trace.fd < 0) { return; }
+    int64_t good_tail = p->trace.tail;
+    trace_name(&p->trace, track, "thread_name", name);
+    if (!trace_write_text(&p->trace, true)) { trace_failed(&p->trace, good_tail); }
+}
+
+// Puts into the file what was run and on what, a JSON object (run_describe): dev/bench/timemap.py reads it.
+static inline void profiler_describe(Profiler* p, const char* json) {
+    if (p == NULL || p->trace.fd < 0) { return; }
     Trace* t = &p->trace;
-    trace_printf(t, "%s{\"ph\":\"M\",\"pid\":0,\"tid\":%d,\"name\":\"thread_name\",\"args\":{\"name\":",
-                 t->empty ? "" : ",\n", track);
-    trace_string(t, name);
-    trace_printf(t, "}}");
-    t->empty = false;
-    int64_t good_tail = t->tail;
-    if (!trace_write_text(t, true)) { trace_failed(t, good_tail); }
+    t->run = strdupCheck(json);
+    t->room += strlen(json);
+    t->text = (char*)reallocCheck(t->text, t->room);
+    if (!trace_write_text(t, true)) {
+        free(t->run);
+        t->run = NULL;
+        trace_failed(t, t->tail);
+    }
 }
 
 static inline void profiler_draw(Profiler* p, const char* name, int layer, double start_us, double end_us, int track,
                                  int depth) {
     Trace* t = &p->trace;
     if (t->fd < 0 || t->full_at >= 0) { return; }
-    if (t->num_events == TRACE_BUFFER_EVENTS) { trace_flush(t, p->step, p->origin_us); }
+    if (t->num_events == TRACE_BUFFER_EVENTS) { trace_flush(t, p->step); }
     TraceEvent* e = &t->events[t->num_events++];
     snprintf(e->name, sizeof(e->name), "%s", name);
     e->layer = layer;
@@ -246,13 +298,40 @@ static inline void profiler_draw(Profiler* p, const char* name, int layer, doubl
     e->end_us = end_us;
 }
 
+// The box around the phases of one layer: it grows while they follow each other, and is drawn when the next phase is of
+// another layer, or another box begins or ends.
+static inline void profiler_layer(Profiler* p, int track, int layer, double start_us, double end_us) {
+    const double gap_us = 0.5; // resolved times of neighbouring events are rounded
+    TraceLayer* box = &p->layers[track];
+    if (box->layer >= 0 && (layer != box->layer || start_us > box->end_us + gap_us)) {
+        char name[24];
+        snprintf(name, sizeof(name), "layer %d", box->layer);
+        profiler_draw(p, name, box->layer, box->start_us, box->end_us, track, TRACE_MAX_DEPTH);
+        box->layer = -1;
+    }
+    if (layer < 0) { return; }
+    if (box->layer < 0) {
+        box->layer = layer;
+        box->start_us = start_us;
+    }
+    box->end_us = end_us;
+}
+
+// Draws a finished interval of other work (the loader's, the network's) that no phase counts.
+static inline void profiler_interval(Profiler* p, const char* name, double start_us, double end_us, int track) {
+    if (p == NULL || !p->in_step) { return; }
+    profiler_draw(p, name, -1, start_us, end_us, track, 0);
+}
+
 // Counts a finished interval (profiler_clock_us's clock) for its phase and draws it. profiler_phase comes here; a GPU
-// trainer calls it after the step with the resolved times of its events, on track 1, 2 ..., before profiler_step_end.
+// trainer calls it after the step with the resolved times of its events, on TRACK_COMPUTE, before profiler_step_end.
 static inline void profiler_add(Profiler* p, int phase, int layer, double start_us, double end_us, int track) {
     if (p == NULL || !p->in_step) { return; }
     p->phase_ms[p->held >= 0 ? p->held : phase] += (end_us - start_us) * 1e-3;
+    if (p->trace.fd < 0) { return; }
     if (phase != PHASE_OTHER && end_us - start_us >= 1.0) { // no slivers between a box's edge and the first phase in it
-        profiler_draw(p, phase_name(phase), layer, start_us, end_us, track, TRACE_MAX_DEPTH);
+        profiler_layer(p, track, layer, start_us, end_us);
+        profiler_draw(p, phase_name(phase), layer, start_us, end_us, track, TRACE_MAX_DEPTH + 1);
     }
 }
 
@@ -285,12 +364,14 @@ static inline void profiler_span_begin(Profiler* p, const char* fmt, ...) {
     vsnprintf(p->spans[depth].name, sizeof(p->spans[depth].name), fmt, args);
     va_end(args);
     p->spans[depth].start_us = profiler_cut(p);
+    profiler_layer(p, TRACK_HOST, -1, 0.0, 0.0);
 }
 
 static inline void profiler_span_end(Profiler* p) {
     if (p == NULL || !p->in_step) { return; }
     if (p->depth == 0) { fatal("program error: profiler_span_end without profiler_span_begin"); }
     double now_us = profiler_cut(p);
+    profiler_layer(p, TRACK_HOST, -1, 0.0, 0.0);
     int depth = --p->depth;
     if (depth < TRACE_MAX_DEPTH) {
         profiler_draw(p, p->spans[depth].name, -1, p->spans[depth].start_us, now_us, 0, depth);
@@ -339,6 +420,7 @@ static inline void profiler_step_end(Profiler* p) {
     while (p->depth > 0) { profiler_span_end(p); }
     double now_us = profiler_cut(p), named_ms = 0.0;
     p->in_step = false;
+    for (int i = 0; i < NUM_TRACKS; i++) { profiler_layer(p, i, -1, 0.0, 0.0); }
     p->step_ms = (now_us - p->step_start_us) * 1e-3;
     for (int i = 0; i < NUM_PHASES; i++) { named_ms += p->phase_ms[i]; }
     p->phase_ms[PHASE_OTHER] = p->step_ms - named_ms;
@@ -351,7 +433,7 @@ static inline void profiler_step_end(Profiler* p) {
             if (ms > p->max_ms[i]) { p->max_ms[i] = ms; }
         }
     }
-    trace_flush(&p->trace, p->step, p->origin_us);
+    trace_flush(&p->trace, p->step);
 }
 
 static inline void profiler_table_row(FILE* file, const char* name, double mean, double share, double low,
@@ -396,8 +478,10 @@ static inline void profiler_close(Profiler* p) {
     if (p->trace.fd >= 0) { close(p->trace.fd); }
     free(p->trace.events);
     free(p->trace.text);
+    free(p->trace.path);
+    free(p->trace.run);
     p->trace.events = NULL;
-    p->trace.text = NULL;
+    p->trace.text = p->trace.path = p->trace.run = NULL;
     p->trace.fd = -1;
 }
 

@@ -45,14 +45,15 @@ static int count_named(cJSON* json, const char* name) {
     return n;
 }
 
-// every event lies inside the box that is open when it starts
-static void check_nesting(cJSON* json) {
+// every event of a track lies inside the box that is open when it starts
+static void check_nesting_of(cJSON* json, int track) {
     double ends[64];
     int depth = 0;
-    double last_ts = -1.0;
+    double last_ts = -INFINITY;
     cJSON* event;
     cJSON_ArrayForEach(event, events_of(json)) {
         if (strcmp(cJSON_GetObjectItem(event, "ph")->valuestring, "X") != 0) { continue; }
+        if (number_of(event, "tid") != track) { continue; }
         double ts = number_of(event, "ts"), end = ts + number_of(event, "dur");
         const double rounding = 0.002; // three decimals of a microsecond
         CHECK(ts >= last_ts - rounding && end >= ts);
@@ -62,6 +63,10 @@ static void check_nesting(cJSON* json) {
         if (CHECK(depth < 64)) { ends[depth++] = end; }
         last_ts = ts;
     }
+}
+
+static void check_nesting(cJSON* json) {
+    for (int track = 0; track < NUM_TRACKS; track++) { check_nesting_of(json, track); }
 }
 
 // a step of two microbatches through three layers, as a trainer writes it
@@ -157,7 +162,74 @@ static void resolved_intervals_of_another_clock_are_counted(void) {
     CHECK_NEAR(prof.phase_ms[PHASE_ALLREDUCE], 0.2, 1e-6);
     profiler_close(&prof);
     cJSON* json = trace_read();
-    CHECK(count_named(json, "thread_name") == 1 && count_named(json, "allreduce") == 1);
+    CHECK(count_named(json, "thread_name") == 2 && count_named(json, "allreduce") == 1); // host, compute "stream"
+    CHECK(count_named(json, "layer 2") == 1);
+    cJSON_Delete(json);
+}
+
+static void layers_are_boxes_on_every_track(void) {
+    profiler_init(&prof, trace_path());
+    profiler_step_begin(&prof, 1);
+    double at_us = profiler_clock_us();
+    // a stream: embedding, two phases of layer 0, one of layer 1, a pause, layer 1 again
+    profiler_add(&prof, PHASE_EMBEDDING, -1, at_us, at_us + 10, TRACK_COMPUTE);
+    profiler_add(&prof, PHASE_NORMS, 0, at_us + 10, at_us + 20, TRACK_COMPUTE);
+    profiler_add(&prof, PHASE_EXPERTS, 0, at_us + 20, at_us + 50, TRACK_COMPUTE);
+    profiler_add(&prof, PHASE_EXPERTS, 1, at_us + 50, at_us + 70, TRACK_COMPUTE);
+    profiler_add(&prof, PHASE_EXPERTS, 1, at_us + 90, at_us + 95, TRACK_COMPUTE);
+    // the host: a box ends the layer's, and so does a hold
+    profiler_phase(&prof, PHASE_EXPERTS, 4);
+    spin(20);
+    profiler_span_begin(&prof, "forward");
+    profiler_phase(&prof, PHASE_EXPERTS, 4);
+    spin(20);
+    profiler_span_end(&prof);
+    profiler_hold(&prof, PHASE_EVAL);
+    profiler_phase(&prof, PHASE_EXPERTS, 4);
+    spin(20);
+    profiler_release(&prof);
+    profiler_interval(&prof, "fill batch", at_us - 500.0, at_us + 500.0, TRACK_LOADER);
+    profiler_step_end(&prof);
+    profiler_interval(&prof, "fill batch", at_us, at_us + 1.0, TRACK_LOADER); // outside of a step: nothing
+    CHECK(prof.phase_ms[PHASE_DATA] == 0.0); // an interval of other work is drawn, not counted
+    profiler_close(&prof);
+    cJSON* json = trace_read();
+    CHECK(count_named(json, "layer 0") == 1 && count_named(json, "layer 1") == 2 && count_named(json, "layer 4") == 3);
+    CHECK(count_named(json, "fill batch") == 1);
+    cJSON* event;
+    cJSON_ArrayForEach(event, events_of(json)) {
+        if (strcmp(name_of(event), "layer 0") == 0) { CHECK_NEAR(number_of(event, "dur"), 40.0, 0.002); }
+    }
+    check_nesting(json);
+    cJSON_Delete(json);
+}
+
+static void ranks_have_files_of_their_own_that_say_what_was_run(void) {
+    char path[700];
+    snprintf(path, sizeof(path), "%s/deep.er/trace", test_folder());
+    char* name = trace_path_of_rank(path, 3);
+    CHECK(strcmp(name + strlen(path), ".rank3") == 0); // no .json at its end
+    free(name);
+    double before_us = profiler_clock_us();
+    profiler_init_rank(&prof, trace_path(), 2);
+    snprintf(path, sizeof(path), "%s/trace.rank2.json", test_folder());
+    CHECK(strcmp(prof.trace.path, path) == 0);
+    char run[30000]; // longer than what is usually written at once
+    memset(run, 'x', sizeof(run));
+    memcpy(run, "{\"model\":\"", 10);
+    snprintf(run + sizeof(run) - 3, 3, "\"}");
+    profiler_describe(&prof, run);
+    for (int step = 1; step <= 3; step++) { one_step(step); }
+    profiler_close(&prof);
+    CHECK(rename(path, trace_path()) == 0);
+    cJSON* json = trace_read();
+    const cJSON* about = cJSON_GetObjectItem(json, "otherData");
+    CHECK(number_of(about, "rank") == 2 && number_of(about, "clock_us") >= before_us - 0.001);
+    CHECK(strlen(cJSON_GetObjectItem(cJSON_GetObjectItem(about, "run"), "model")->valuestring) == sizeof(run) - 13);
+    cJSON* event;
+    cJSON_ArrayForEach(event, events_of(json)) { CHECK(number_of(event, "pid") == 2); }
+    CHECK(count_named(json, "process_name") == 1);
+    check_nesting(json);
     cJSON_Delete(json);
 }
 
@@ -205,13 +277,13 @@ static void the_table_is_sorted_and_adds_up(void) {
 
 static void the_trace_is_valid_json_with_nested_boxes(void) {
     profiler_init(&prof, trace_path());
-    profiler_track_name(&prof, 0, "host");
     for (int step = 1; step <= 3; step++) { one_step(step); }
     profiler_close(&prof);
     cJSON* json = trace_read();
     CHECK(count_named(json, "step 2") == 1 && count_named(json, "microbatch 1") == 3);
     CHECK(count_named(json, "forward") == 6);
     CHECK(count_named(json, "attention") == 3 * 2 * 3 && count_named(json, "data") >= 3);
+    CHECK(count_named(json, "layer 2") == 6); // around its attention and its experts
     check_nesting(json);
     cJSON* event;
     cJSON_ArrayForEach(event, events_of(json)) {
@@ -371,6 +443,8 @@ int main(int argc, char** argv) {
     RUN(a_held_phase_takes_all_time);
     RUN(no_profiler_and_no_step_do_nothing);
     RUN(resolved_intervals_of_another_clock_are_counted);
+    RUN(layers_are_boxes_on_every_track);
+    RUN(ranks_have_files_of_their_own_that_say_what_was_run);
     RUN(switching_a_phase_costs_less_than_a_microsecond);
     RUN(the_table_is_sorted_and_adds_up);
     RUN(the_trace_is_valid_json_with_nested_boxes);
