@@ -888,6 +888,18 @@ void router_stats_add(RouterStats* stats, const real* router_probs, const real* 
     stats->rows += (double)N;
 }
 
+double router_entropy(const real* router_logits, const real* router_probs, const real* router_lse, size_t N, int E) {
+    // sum over the tokens of -sum_e p_e ln p_e, in nats: ln E a token where the router has no preference, 0 where it is
+    // certain. ln p_e = logit_e - lse, so no logarithm is taken.
+    double sum = 0;
+    for (size_t n = 0; n < N; n++) {
+        double mean = 0; // of the logits, by probability
+        for (int e = 0; e < E; e++) { mean += (double)router_probs[n * E + e] * router_logits[n * E + e]; }
+        sum += router_lse[n] - mean;
+    }
+    return sum;
+}
+
 double load_balancing_loss(const RouterStats* stats, double* expert_share, int E) {
     // E * sum over e of f_e P_e, both pooled over all MoE layers; expert_share (E) = f_e (sums to K); perfect balance
     // gives K
@@ -1220,6 +1232,7 @@ typedef struct {
     RouterStats stats;    // of the last forward
     double* expert_share; // (E) f_e of the last forward
     double* expert_load;  // (L, E) slots since the start of the step, for the log
+    double* entropy_sum;  // (L) router_entropy of the tokens since the start of the step, for the log
     Profiler* profiler;   // NULL: nobody watches
 } Model;
 
@@ -1284,6 +1297,7 @@ void model_create(Model* model, const MoEConfig* config, Switches switches, size
     model->stats.prob_sum = (double*)callocCheck(E, sizeof(double));
     model->expert_share = (double*)callocCheck(E, sizeof(double));
     model->expert_load = (double*)callocCheck(L * E, sizeof(double));
+    model->entropy_sum = (double*)callocCheck(L, sizeof(double));
 }
 
 void model_free(Model* model) {
@@ -1302,6 +1316,7 @@ void model_free(Model* model) {
     free(model->stats.prob_sum);
     free(model->expert_share);
     free(model->expert_load);
+    free(model->entropy_sum);
     param_table_free(&model->table);
 }
 
@@ -1805,6 +1820,7 @@ void trainer_microbatch(Trainer* t, Microbatch* mb) {
         mb->counted = t->run.batch.counted * microbatches;
     } else {
         const Batch* batch = dataloader_next(&t->run.train);
+        profiler_interval(&t->profiler, "prepare batch", 1e3 * batch->fill_ms[0], 1e3 * batch->fill_ms[1], TRACK_LOADER);
         mb->tokens = batch->tokens;
         mb->targets = batch->targets;
         mb->doc_start = t->run.opt.doc_mask ? batch->doc_start : NULL;
@@ -1814,26 +1830,41 @@ void trainer_microbatch(Trainer* t, Microbatch* mb) {
     profiler_phase(&t->profiler, PHASE_OTHER, -1);
 }
 
-void expert_load_add(Model* model) {
+void router_log_add(Model* model) {
+    // what the last forward's router did, for the log
     const MoEConfig* c = &model->config;
-    for (int l = 0; l < c->num_hidden_layers; l++) {
-        for (int e = 0; model->w.layers[l].router && e < c->num_experts; e++) {
-            model->expert_load[l * c->num_experts + e] += model->acts.layers[l].tokens_per_expert[e];
-        }
+    int L = c->num_hidden_layers, E = c->num_experts;
+    phase(model, PHASE_ROUTER, -1);
+    #pragma omp parallel for schedule(static)
+    for (int l = 0; l < L; l++) {
+        if (!model->w.layers[l].router) { continue; }
+        const LayerActs* a = &model->acts.layers[l];
+        for (int e = 0; e < E; e++) { model->expert_load[(size_t)l * E + e] += a->tokens_per_expert[e]; }
+        model->entropy_sum[l] +=
+            router_entropy(a->router_logits, a->router_probs, a->router_lse, model->B * model->T, E);
     }
+    phase(model, PHASE_OTHER, -1);
 }
 
-void expert_load_summary(Model* model, double* max_over_mean, int* dead) {
-    // of each layer: the busiest expert's share of the tokens over the mean, NAN for a dense layer, and how many got
-    // none; the counters start again
+void router_log_summary(const Model* model, double* max_over_mean, int* dead, double* entropy) {
+    // of each layer over the step: the busiest expert's share of the tokens over the mean, how many experts got none,
+    // the mean entropy of the router; NAN, 0, NAN for a dense layer
     const MoEConfig* c = &model->config;
     int E = c->num_experts;
     for (int l = 0; l < c->num_hidden_layers; l++) {
-        double* load = model->expert_load + (size_t)l * E;
+        const double* load = model->expert_load + (size_t)l * E;
+        double slots = 0;
+        for (int e = 0; e < E; e++) { slots += load[e]; }
         dead[l] = 0;
         max_over_mean[l] = model->w.layers[l].router ? expert_load_of(load, E, &dead[l]) : NAN;
-        memset(load, 0, E * sizeof(double));
+        entropy[l] = model->w.layers[l].router ? model->entropy_sum[l] * c->num_experts_per_tok / slots : NAN;
     }
+}
+
+void router_log_clear(Model* model) {
+    size_t L = model->config.num_hidden_layers;
+    memset(model->expert_load, 0, L * model->config.num_experts * sizeof(double));
+    memset(model->entropy_sum, 0, L * sizeof(double));
 }
 
 void trainer_step(Trainer* t, StepMetrics* metrics) {
@@ -1845,7 +1876,7 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
         Microbatch mb;
         trainer_microbatch(t, &mb);
         Losses losses = model_forward_backward(&t->model, &mb, i == 0);
-        expert_load_add(&t->model);
+        router_log_add(&t->model);
         sum.loss += losses.loss;
         sum.ce_loss += losses.ce_loss;
         sum.aux_loss += losses.aux_loss;
@@ -2047,6 +2078,7 @@ int train(Trainer* t) {
     const Options* opt = &t->run.opt;
     const MoEConfig* c = &t->run.config;
     double* expert_load = (double*)callocCheck(c->num_hidden_layers, sizeof(double));
+    double* entropy = (double*)callocCheck(c->num_hidden_layers, sizeof(double));
     int* dead_experts = (int*)callocCheck(c->num_hidden_layers, sizeof(int));
     double flops = run_flops_per_token(&t->run) * (double)opt->tokens_per_step;
     signal(SIGINT, on_interrupt);
@@ -2074,7 +2106,7 @@ int train(Trainer* t) {
         if (opt->sample_every > 0 && (done || t->step % opt->sample_every == 0)) { trainer_show_sample(t); }
         profiler_step_end(&t->profiler);
 
-        expert_load_summary(&t->model, expert_load, dead_experts);
+        router_log_summary(&t->model, expert_load, dead_experts, entropy);
         metrics.step = t->step;
         metrics.steps = opt->steps;
         metrics.tokens = t->tokens;
@@ -2084,12 +2116,16 @@ int train(Trainer* t) {
         metrics.phase_ms = t->profiler.phase_ms;
         metrics.expert_load = expert_load;
         metrics.dead_experts = dead_experts;
+        metrics.router_entropy = entropy;
         metrics.num_layers = c->num_hidden_layers;
         metrics.mem = resident_bytes();
         bool shown = done || stop || t->step == 1 || t->step % opt->log_every == 0 || isfinite(metrics.val_loss);
         logger_step(&t->logger, &metrics, shown);
+        logger_experts(&t->logger, &metrics, t->model.expert_load, c->num_experts);
+        router_log_clear(&t->model);
     }
     free(expert_load);
+    free(entropy);
     free(dead_experts);
     logger_close(&t->logger);
     if (opt->profile) { profiler_table(&t->profiler, stdout); }
@@ -2116,6 +2152,18 @@ void print_setup(const Trainer* t) {
                (unsigned long long)t->tokens);
     }
     fflush(stdout);
+}
+
+void trace_start(Trainer* t) {
+    // the clock runs also without --trace; the file says what was run, so that dev/bench/timemap.py can say what is slow
+    profiler_init(&t->profiler, t->run.opt.trace);
+    profiler_track_name(&t->profiler, TRACK_LOADER, "data loader");
+    char machine[80];
+    snprintf(machine, sizeof(machine), "%d thread%s, matrix products by %s", num_threads(),
+             num_threads() == 1 ? "" : "s", gemm_library());
+    char* about = run_describe(&t->run, 1, machine, t->gemm_peak, NAN);
+    profiler_describe(&t->profiler, about);
+    free(about);
 }
 
 void share_the_machine(char** argv) {
@@ -2159,7 +2207,7 @@ int main(int argc, char** argv) {
         t->gemm_peak = measure_gemm_peak();
         print_setup(t);
         logger_open(&t->logger, opt->metrics, t->step, run->config.num_hidden_layers);
-        profiler_init(&t->profiler, opt->trace);
+        trace_start(t);
         t->model.profiler = &t->profiler;
     }
     int code = opt->dump ? dump(t) : opt->eval ? evaluate(t) : opt->generate ? sample(t) : train(t);

@@ -320,9 +320,9 @@ static inline bool config_read(MoEConfig* config, const char* path, char* err, s
 // ----------------------------------------------------------------------------
 // writing
 
-// Writes config.json to path (a file) so that transformers 4 and 5 both open it: renamed fields are written under both
-// names. dtype is "float32" or "bfloat16", the type of the weights beside it. Fatal if the file cannot be written.
-static inline void config_write(const MoEConfig* config, const char* path, const char* dtype) {
+// config.json so that transformers 4 and 5 both open it: renamed fields are there under both names. dtype is "float32"
+// or "bfloat16", the type of the weights beside it. The caller owns the result.
+static inline cJSON* config_to_json(const MoEConfig* config, const char* dtype) {
     cJSON* json = cJSON_CreateObject();
     cJSON_AddStringToObject(json, "model_type", "qwen3_moe");
     cJSON_AddItemToArray(cJSON_AddArrayToObject(json, "architectures"), cJSON_CreateString("Qwen3MoeForCausalLM"));
@@ -358,6 +358,12 @@ static inline void config_write(const MoEConfig* config, const char* path, const
     cJSON_AddBoolToObject(json, "use_cache", true);
     cJSON_AddStringToObject(json, "dtype", dtype);
     cJSON_AddStringToObject(json, "torch_dtype", dtype);
+    return json;
+}
+
+// Writes config.json to path (a file). Fatal if that fails.
+static inline void config_write(const MoEConfig* config, const char* path, const char* dtype) {
+    cJSON* json = config_to_json(config, dtype);
     json_write_file(json, path);
     cJSON_Delete(json);
 }

@@ -45,6 +45,7 @@ typedef struct {
     const int* token_order; // (B*T) sort_tokens of tokens; NULL unless the options ask for it
     const int* all;         // (4,B*T) tokens, targets, doc_start, token_order: one piece, so one copy to a GPU
     double wait_ms;         // how long the caller stood still for this batch
+    double fill_ms[2];      // when it was prepared, from and to, by CLOCK_MONOTONIC
 } Batch;
 
 // One stream of tokens: a mapped shard, or all the text files together as one.
@@ -70,6 +71,7 @@ typedef struct {
     int* doc_start;
     int* token_order;
     uint64_t next_position; // where the loader stands once this batch is used
+    double fill_ms[2];
 } BatchBuffer;
 
 typedef struct {
@@ -415,9 +417,16 @@ static inline void sort_tokens(int* order, const int* tokens, size_t N, int voca
     for (size_t n = 0; n < N; n++) { order[scratch[tokens[n]]++] = (int)n; }
 }
 
+static inline double dataloader_clock_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return 1e3 * (double)now.tv_sec + 1e-6 * (double)now.tv_nsec;
+}
+
 // The batch at `position` into buf; false with l->error set if the data is bad.
 static inline bool dataloader_fill(DataLoader* l, BatchBuffer* buf, uint64_t position) {
     size_t B = l->opt.B, T = l->opt.T;
+    buf->fill_ms[0] = dataloader_clock_ms();
     position = dataloader_align(l, position);
     for (size_t b = 0; b < B; b++) {
         uint64_t sequence = dataloader_sequence_at(l, position + (uint64_t)l->opt.rank * B + b);
@@ -429,6 +438,7 @@ static inline bool dataloader_fill(DataLoader* l, BatchBuffer* buf, uint64_t pos
         sort_tokens(buf->token_order, buf->tokens, B * T, l->opt.vocab_size, l->sort_scratch);
     }
     buf->next_position = position + (uint64_t)B * (uint64_t)l->opt.num_ranks;
+    buf->fill_ms[1] = dataloader_clock_ms();
     return true;
 }
 
@@ -489,12 +499,6 @@ static inline void dataloader_wait(DataLoader* l) {
     pthread_mutex_unlock(&l->mutex);
 }
 
-static inline double dataloader_clock_ms(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return 1e3 * (double)now.tv_sec + 1e-6 * (double)now.tv_nsec;
-}
-
 // The next microbatch of this rank, valid until the next call. Fatal if its data is bad.
 static inline const Batch* dataloader_next(DataLoader* l) {
     double begin = dataloader_clock_ms();
@@ -513,6 +517,8 @@ static inline const Batch* dataloader_next(DataLoader* l) {
     l->batch.doc_start = buf->doc_start;
     l->batch.token_order = l->opt.sort_tokens ? buf->token_order : NULL;
     l->batch.all = buf->all;
+    l->batch.fill_ms[0] = buf->fill_ms[0];
+    l->batch.fill_ms[1] = buf->fill_ms[1];
     l->batch.wait_ms = dataloader_clock_ms() - begin;
     return &l->batch;
 }

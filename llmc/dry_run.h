@@ -1,4 +1,5 @@
-// dry_run.h: what a run would take, without taking it: parameters, FLOPs, and the largest batch that fits.
+// dry_run.h: what a run takes, without taking it: parameters, FLOPs, and the largest batch that fits; and all that can be
+// said of a run in one JSON object, for its trace.
 #ifndef LLMC_DRY_RUN_H
 #define LLMC_DRY_RUN_H
 
@@ -10,6 +11,27 @@ static inline double run_flops_per_token(const Run* run) {
     const MoEConfig* c = &run->config;
     return model_flops_per_token(run->table.num_matmul_active, c->num_hidden_layers, c->num_attention_heads, c->head_dim,
                                  (size_t)run->opt.seq_len);
+}
+
+// What was run and on what, for profiler_describe: dev/bench/timemap.py computes from it what each phase could take.
+// machine: words for a reader; FLOP/s of one rank: measured in a matrix product, and by the card's data sheet; NAN: not
+// known. The caller owns the text.
+static inline char* run_describe(const Run* run, int num_ranks, const char* machine, double measured_peak,
+                                 double nominal_peak) {
+    cJSON* json = cJSON_CreateObject();
+    bool gpu = run->opt.program == PROGRAM_GPU;
+    cJSON_AddNumberToObject(json, "ranks", num_ranks);
+    cJSON_AddStringToObject(json, "machine", machine);
+    cJSON_AddNumberToObject(json, "measured_peak", measured_peak); // NaN becomes null
+    cJSON_AddNumberToObject(json, "nominal_peak", nominal_peak);
+    cJSON_AddNumberToObject(json, "parameters", (double)run->table.num_parameters);
+    cJSON_AddNumberToObject(json, "flops_per_token", run_flops_per_token(run));
+    cJSON_AddItemToObject(json, "model", config_to_json(&run->config, gpu ? "bfloat16" : "float32"));
+    cJSON_AddItemToObject(json, "options", options_json(&run->opt));
+    char* text = cJSON_PrintUnformatted(json);
+    cJSON_Delete(json);
+    if (text == NULL) { fatal("out of memory"); }
+    return text;
 }
 
 static inline void dry_run_counts(const Run* run) {

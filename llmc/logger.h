@@ -31,6 +31,8 @@ typedef struct {
     const double* phase_ms;     // [NUM_PHASES + 1], profiler.h
     const double* expert_load;  // [num_layers] tokens of the busiest expert / mean over experts; NAN: a dense layer
     const int* dead_experts;    // [num_layers] experts that got no token
+    const double* router_entropy; // [num_layers] of the router's probabilities, mean over the tokens, in nats: ln E, it has no
+                                // preference, 0, it is certain; NAN: a dense layer
     int num_layers;
     uint64_t mem;               // bytes in use
 } StepMetrics;
@@ -52,7 +54,11 @@ typedef struct {
     bool terminal, bar_shown;
     double start_us;            // when the first step of this process had been done
     int64_t start_step;
+    int* idle;                  // [num_layers * num_experts] steps since an expert's last token; NULL: nobody counts
+    int num_layers, num_experts;
 } Logger;
+
+enum { DEAD_AFTER = 10 }; // steps without a token make an expert a dead one
 
 // How evenly an MoE layer's E experts are used: the busiest one's share of the tokens over the mean. *dead: how many got
 // none.
@@ -157,6 +163,12 @@ static inline void metrics_line(Logger* log, const StepMetrics* m) {
         metrics_printf(log, "%s%d", l > 0 ? "," : ",\"dead_experts\":[", m->dead_experts[l]);
     }
     if (m->dead_experts != NULL && m->num_layers > 0) { metrics_printf(log, "]"); }
+    for (int l = 0; m->router_entropy != NULL && l < m->num_layers; l++) {
+        const char* before = l > 0 ? "," : ",\"router_entropy\":[";
+        if (isfinite(m->router_entropy[l])) { metrics_printf(log, "%s%.5g", before, m->router_entropy[l]); }
+        else { metrics_printf(log, "%snull", before); }
+    }
+    if (m->router_entropy != NULL && m->num_layers > 0) { metrics_printf(log, "]"); }
     metrics_printf(log, ",\"mem\":%llu}\n", (unsigned long long)m->mem);
 }
 
@@ -305,9 +317,54 @@ static inline void logger_step(Logger* log, const StepMetrics* m, bool shown) {
     }
 }
 
-// Takes the bar away and closes the file; safe to call twice.
+// "layer 2: 3 7 11 | layer 5: 0": the experts that have had no token for `steps` steps, or longer. Returns how many.
+static inline int dead_experts_text(const Logger* log, char* text, size_t size, int steps, bool or_longer) {
+    int found = 0;
+    size_t used = 0;
+    text[0] = '\0';
+    for (int l = 0; l < log->num_layers; l++) {
+        int in_layer = 0;
+        for (int e = 0; e < log->num_experts; e++) {
+            int idle = log->idle[(size_t)l * (size_t)log->num_experts + (size_t)e];
+            if (idle < steps || (idle > steps && !or_longer)) { continue; }
+            found++;
+            char layer[32] = "";
+            if (in_layer++ == 0) { snprintf(layer, sizeof(layer), "%slayer %d:", used > 0 ? " | " : "", l); }
+            if (used + 40 < size) { used += (size_t)snprintf(text + used, size - used, "%s %d", layer, e); }
+            else { snprintf(text + used, size - used, " ..."); } // that many are named no more
+        }
+    }
+    return found;
+}
+
+// Follows which experts get no token, and names those of which it is the DEAD_AFTERth step in a row. tokens: of this step,
+// [num_layers * num_experts]; m->expert_load says which layers are dense.
+static inline void logger_experts(Logger* log, const StepMetrics* m, const double* tokens, int num_experts) {
+    char text[400];
+    if (log->idle == NULL) {
+        log->num_layers = m->num_layers;
+        log->num_experts = num_experts;
+        log->idle = (int*)callocCheck((size_t)m->num_layers * (size_t)num_experts, sizeof(int));
+    }
+    for (int i = 0; i < log->num_layers * num_experts; i++) {
+        bool idle = isfinite(m->expert_load[i / num_experts]) && tokens[i] == 0.0;
+        log->idle[i] = idle ? log->idle[i] + 1 : 0;
+    }
+    int dead = dead_experts_text(log, text, sizeof(text), DEAD_AFTER, false);
+    if (dead > 0) {
+        logger_print(log, "step %lld: no token for %d steps: %d expert%s: %s\n", (long long)m->step, DEAD_AFTER, dead,
+                     dead == 1 ? "" : "s", text);
+    }
+}
+
+// Takes the bar away and closes the file; safe to call twice. Dead experts are named once more.
 static inline void logger_close(Logger* log) {
     logger_clear(log);
+    char text[400];
+    int dead = log->idle != NULL ? dead_experts_text(log, text, sizeof(text), DEAD_AFTER, true) : 0;
+    if (dead > 0) { printf("dead experts at the end: %d: %s\n", dead, text); }
+    free(log->idle);
+    log->idle = NULL;
     fflush(stdout);
     if (log->fd >= 0 && close(log->fd) != 0 && !log->failed) {
         warn("writing the metrics %s failed: %s", log->path, strerror(errno));

@@ -319,8 +319,8 @@ static inline void profiler_layer(Profiler* p, int track, int layer, double star
 
 // Draws a finished interval of other work (the loader's, the network's) that no phase counts.
 static inline void profiler_interval(Profiler* p, const char* name, double start_us, double end_us, int track) {
-    if (p == NULL || !p->in_step) { return; }
-    profiler_draw(p, name, -1, start_us, end_us, track, 0);
+    if (p == NULL || !p->in_step || end_us <= p->trace.origin_us) { return; }
+    profiler_draw(p, name, -1, fmax(start_us, p->trace.origin_us), end_us, track, 0);
 }
 
 // Counts a finished interval (profiler_clock_us's clock) for its phase and draws it. profiler_phase comes here; a GPU

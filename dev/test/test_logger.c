@@ -8,6 +8,7 @@
 static double phases[NUM_PHASES + 1];
 static const double loads[3] = {1.5, NAN, 2.25};
 static const int dead[3] = {0, 0, 3};
+static const double entropy[3] = {1.386294, NAN, 0.25};
 
 static const char* metrics_path(void) {
     static char path[600];
@@ -33,6 +34,7 @@ static StepMetrics step_of(int64_t step, int64_t steps) {
     m.phase_ms = phases;
     m.expert_load = loads;
     m.dead_experts = dead;
+    m.router_entropy = entropy;
     m.num_layers = 3;
     m.mem = 123456789;
     return m;
@@ -170,6 +172,9 @@ static void metrics_have_exactly_the_fields_of_the_design(void) {
     CHECK(cJSON_GetArraySize(load) == 3 && cJSON_GetArrayItem(load, 2)->valuedouble == 2.25);
     CHECK(cJSON_IsNull(cJSON_GetArrayItem(load, 1))); // a dense layer
     CHECK(cJSON_GetArrayItem(cJSON_GetObjectItem(m, "dead_experts"), 2)->valuedouble == 3);
+    const cJSON* nats = cJSON_GetObjectItem(m, "router_entropy");
+    CHECK(cJSON_GetArraySize(nats) == 3 && cJSON_IsNull(cJSON_GetArrayItem(nats, 1)));
+    CHECK_NEAR(cJSON_GetArrayItem(nats, 0)->valuedouble, 1.3863, 1e-4);
     free_lines(lines, n);
 }
 
@@ -182,7 +187,7 @@ static void optional_losses_appear_when_there_are_some(void) {
     m.val_loss = 4.0;
     m.loss = NAN;
     m.grad_norm = INFINITY;
-    m.phase_ms = m.expert_load = NULL;
+    m.phase_ms = m.expert_load = m.router_entropy = NULL;
     m.dead_experts = NULL;
     logger_step(&logger, &m, true);
     logger_close(&logger);
@@ -224,7 +229,7 @@ static void many_layers_fit_in_a_line(void) {
     int saved = redirect(1, "stdout.txt");
     logger_open(&logger, metrics_path(), 0, L);
     StepMetrics m = step_of(1, 1);
-    m.expert_load = load;
+    m.expert_load = m.router_entropy = load;
     m.dead_experts = none;
     m.num_layers = L;
     for (int i = 0; i <= NUM_PHASES; i++) { phases[i] = 1.23456e-105; }
@@ -338,6 +343,43 @@ static void room_on_the_disk_is_used_again_without_half_lines(void) {
     free_lines(lines, n);
 }
 
+// layer 1 is dense; expert 2 of layer 0 gets its last token in step 5, expert 0 of layer 2 one in every step but those
+// from 20 to 28, expert 3 of layer 2 none ever
+static void dead_experts_are_named_once_and_at_the_end(void) {
+    int saved = redirect(1, "stdout.txt");
+    Logger logger;
+    logger_open(&logger, NULL, 0, 3);
+    for (int64_t step = 1; step <= 40; step++) {
+        double tokens[12] = {5, 5, step <= 5 ? 1 : 0, 5, 0, 0, 0, 0, step < 20 || step > 28 ? 1 : 0, 5, 5, 0};
+        StepMetrics m = step_of(step, 40);
+        logger_step(&logger, &m, false);
+        logger_experts(&logger, &m, tokens, 4);
+    }
+    logger_close(&logger);
+    restore(1, saved, printed, sizeof(printed));
+    const char* expected = "step 10: no token for 10 steps: 1 expert: layer 2: 3\n"
+                           "step 15: no token for 10 steps: 1 expert: layer 0: 2\n"
+                           "dead experts at the end: 2: layer 0: 2 | layer 2: 3\n";
+    test_check(strcmp(printed, expected) == 0, __FILE__, __LINE__, "%s", printed);
+}
+
+static void a_thousand_dead_experts_are_one_line(void) {
+    enum { E = 1000 };
+    static double tokens[3 * E];
+    int saved = redirect(1, "stdout.txt");
+    Logger logger;
+    logger_open(&logger, NULL, 0, 3);
+    for (int64_t step = 1; step <= 12; step++) {
+        StepMetrics m = step_of(step, 12);
+        logger_experts(&logger, &m, tokens, E);
+    }
+    logger_close(&logger);
+    restore(1, saved, printed, sizeof(printed));
+    CHECK_CONTAINS(printed, "step 10: no token for 10 steps: 2000 experts: layer 0: 0 1 2 ");
+    CHECK_CONTAINS(printed, " ...\ndead experts at the end: 2000: layer 0: 0 1");
+    CHECK(strlen(printed) < 1000);
+}
+
 static void eta_follows_the_clock_not_the_first_step(void) {
     Logger logger;
     logger_open(&logger, NULL, 0, 0);
@@ -386,6 +428,8 @@ int main(int argc, char** argv) {
     RUN(metrics_that_cannot_be_opened_are_refused_at_start);
     RUN(a_full_disk_is_reported_once_and_training_goes_on);
     RUN(room_on_the_disk_is_used_again_without_half_lines);
+    RUN(dead_experts_are_named_once_and_at_the_end);
+    RUN(a_thousand_dead_experts_are_one_line);
     RUN(eta_follows_the_clock_not_the_first_step);
     RUN(the_bar_never_shares_a_line_with_text);
     return test_summary();

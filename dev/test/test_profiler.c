@@ -188,7 +188,8 @@ static void layers_are_boxes_on_every_track(void) {
     profiler_phase(&prof, PHASE_EXPERTS, 4);
     spin(20);
     profiler_release(&prof);
-    profiler_interval(&prof, "fill batch", at_us - 500.0, at_us + 500.0, TRACK_LOADER);
+    profiler_interval(&prof, "fill batch", at_us - 1e9, at_us + 500.0, TRACK_LOADER); // began before the timeline does
+    profiler_interval(&prof, "fill batch", at_us - 1e9, at_us - 1e8, TRACK_LOADER);
     profiler_step_end(&prof);
     profiler_interval(&prof, "fill batch", at_us, at_us + 1.0, TRACK_LOADER); // outside of a step: nothing
     CHECK(prof.phase_ms[PHASE_DATA] == 0.0); // an interval of other work is drawn, not counted
@@ -199,6 +200,7 @@ static void layers_are_boxes_on_every_track(void) {
     cJSON* event;
     cJSON_ArrayForEach(event, events_of(json)) {
         if (strcmp(name_of(event), "layer 0") == 0) { CHECK_NEAR(number_of(event, "dur"), 40.0, 0.002); }
+        if (strcmp(name_of(event), "fill batch") == 0) { CHECK(number_of(event, "ts") == 0.0); }
     }
     check_nesting(json);
     cJSON_Delete(json);

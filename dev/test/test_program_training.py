@@ -329,7 +329,7 @@ def metrics_have_the_fields_of_the_design():
     phases = {"data", "embedding", "attention", "qkv_o", "router", "permute", "experts", "lm_head", "norms", "grad_norm", "optimizer",
               "allreduce", "checkpoint", "eval", "other"}
     for line in lines:
-        check(set(line) - {"val_loss"} == names, f"fields {sorted(set(line) ^ names)}")
+        check(set(line) - {"val_loss", "router_entropy"} == names, f"fields {sorted(set(line) ^ names)}")
         check(set(line["phases"]) == phases, f"phases {sorted(set(line['phases']) ^ phases)}")
         check(line["tokens"] == line["step"] * 64, "tokens")
         check_near(line["loss"], line["ce_loss"] + 0.01 * line["aux_loss"], 1e-5, "loss = ce_loss + coefficient x aux_loss")
@@ -357,6 +357,35 @@ def load_is_measured_without_a_balance_loss_and_where_it_is_there():  # M10, M23
 
 
 @cpu_test
+def router_entropy_is_that_of_the_probabilities():
+    golden = os.path.join(GOLDENS, "mixed")
+    batch = os.path.join(golden, "golden.safetensors")
+    line = train("m", "--init", golden, "--batch", batch, "--force-routing", steps=1, data=False, base=[PROGRAM])[0]
+    for l, entropy in enumerate(line["router_entropy"]):
+        logits = load_file(batch).get(f"router.layers.{l}.logits")
+        check((entropy is None) == (logits is None), f"layer {l}: {entropy}, and its logits are {logits}")
+        if logits is not None:
+            p = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+            p /= p.sum(axis=-1, keepdims=True)
+            check_near(entropy, -(p * np.log(p)).sum(axis=-1).mean(), 1e-4, f"entropy of layer {l}")
+
+
+@cpu_test
+def the_trace_says_what_was_run_and_shows_the_loader():
+    train("m", "--trace", folder("t.json"), "--grad-accum", 2, steps=3)
+    trace = json.loads(read(folder("t.json")))
+    about = trace["otherData"]["run"]
+    check(about["model"]["num_hidden_layers"] == 2 and about["options"]["grad-accum"] == 2, f"{about}")
+    check(about["measured_peak"] > 1e8 and about["nominal_peak"] is None and about["ranks"] == 1, f"{about}")
+    names = {(e["tid"], e["args"]["name"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    check(names == {(0, "host"), (3, "data loader")}, f"{names}")
+    loaded = [e for e in trace["traceEvents"] if e["name"] == "prepare batch"]
+    check(4 <= len(loaded) <= 6 and all(e["tid"] == 3 for e in loaded), f"{len(loaded)} batches of 6 (the first may lie before the trace)")
+    layers = [e for e in trace["traceEvents"] if e["name"] == "layer 1"]
+    check(len(layers) == 3 * 2 * 2, f"{len(layers)} boxes of layer 1: 3 steps, 2 microbatches, forward and backward")
+
+
+@cpu_test
 def the_profile_adds_up_to_the_step():
     text = run([*TINY, "--train-data", stories(), "--steps", 6, "--profile"]).out
     table = [line.split() for line in text[text.index("profile: mean of 5 steps"):].splitlines()[2:]]
@@ -379,12 +408,13 @@ def the_trace_is_json_with_phases_inside_their_boxes():
         check(("eval" in names) == (step != 1), f"validation in step {step}")
     for e in [e for e in events if e["name"] == "microbatch 1"]:
         check({"forward", "backward", "data", "router"} <= set(inside(e)) and "optimizer" not in inside(e), f"{inside(e)}")
-    stack = []
-    for e in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-        while stack and stack[-1] <= e["ts"] + 0.002:
-            stack.pop()
-        check(not stack or e["ts"] + e["dur"] <= stack[-1] + 0.002, f"{e['name']} sticks out of its box")
-        stack.append(e["ts"] + e["dur"])
+    for track in {e["tid"] for e in events}:
+        stack = []
+        for e in sorted((e for e in events if e["tid"] == track), key=lambda e: (e["ts"], -e["dur"])):
+            while stack and stack[-1] <= e["ts"] + 0.002:
+                stack.pop()
+            check(not stack or e["ts"] + e["dur"] <= stack[-1] + 0.002, f"{e['name']} sticks out of its box")
+            stack.append(e["ts"] + e["dur"])
 
 
 @test
