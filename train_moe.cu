@@ -5001,17 +5001,17 @@ void dry_run(const Run* run) {
     dry_run_counts(run);
     print_memory_plan(run, stdout);
     int devices = 0;
-    size_t free_bytes, total;
+    size_t free_bytes = 0, total;
     bool gpu = cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0 &&
                cudaMemGetInfo(&free_bytes, &total) == cudaSuccess;
     cudaGetLastError();
-    const double cards[] = {24, 32, 48, 80, 96, 141}; // where there is no GPU: some that people have
+    const double cards[] = {24, 32, 48, 80, 96, 141}, cuda_itself = 0.6; // GiB; where there is no GPU
     if (run->opt.memory > 0) {
         largest_batch_print(planned_bytes, run, run->opt.memory * (1 << 30));
     } else if (gpu) {
-        largest_batch_print(planned_bytes, run, (double)total);
+        largest_batch_print(planned_bytes, run, (double)free_bytes);
     } else {
-        for (double gib : cards) { largest_batch_print(planned_bytes, run, gib * (1 << 30)); }
+        for (double gib : cards) { largest_batch_print(planned_bytes, run, (gib - cuda_itself) * (1 << 30)); }
     }
 }
 
