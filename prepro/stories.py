@@ -13,13 +13,12 @@ two edges of a node can write the same sentence, so a parser can retrace the wal
 its draws. That is what the floor adds up: see `floor`. Standard library only.
 """
 
-import argparse
 import math
 import random
 import re
 import sys
 
-from shards import ByteTokenizer, EOT, Error, OutputFolder, add_output_options, check_shard_tokens, read_split, run_main
+from shards import ByteTokenizer, EOT, Error, OutputFolder, add_output_options, check_shard_tokens, parser_of, read_split, run_main
 
 # ----------------------------------------------------------------------------
 # the grammar
@@ -403,8 +402,7 @@ def show(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.error = lambda message: (_ for _ in ()).throw(Error(message + "; see --help"))
+    parser = parser_of(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", metavar="DIR", help="write shards, tokenizer files and manifest.json to this folder")
     what.add_argument(

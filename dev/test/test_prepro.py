@@ -14,8 +14,8 @@ from harness import *
 sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.join(ROOT, "prepro"))
 import shards
+import sources
 import stories
-import text
 
 STORIES = [sys.executable, "-B", "prepro/stories.py"]
 TEXT = [sys.executable, "-B", "prepro/text.py"]
@@ -319,7 +319,7 @@ def reference_documents(data, separator):
 
 
 class Options:
-    encoding, errors = "utf-8", "strict"
+    encoding, errors, format = "utf-8", "strict", None
 
     def __init__(self, separator):
         self.document_separator = separator
@@ -327,15 +327,17 @@ class Options:
 
 def read_documents(path, separator):
     result = []
-    for first, piece in text.documents(path, Options(separator)):
-        result += [b""] if first else []
+    for state, piece in sources.open_file(path, Options(separator)).documents():
+        if state is not None:
+            check(state == len(result), f"state {state} at document {len(result)}")
+            result.append(b"")
         result[-1] += piece
     return result
 
 
 @test
 def documents_are_the_same_whatever_the_chunk_size():
-    rng, path, whole = random.Random(2), folder("x.txt"), text.CHUNK
+    rng, path, whole = random.Random(2), folder("x.txt"), sources.CHUNK
     words = ["a", "%", "%%", "\n", "\n", "\r\n", "<|endoftext|>", "<|endof", "\u20ac", " ", "\n%\n", "%\r\n"]
     try:
         for _ in range(400):
@@ -343,14 +345,14 @@ def documents_are_the_same_whatever_the_chunk_size():
             write(path, data)
             for separator in (None, "%", "", "%%"):
                 expected = reference_documents(data, None if separator is None else separator.encode())
-                for text.CHUNK in (1, 3, 7, 1 << 20):
+                for sources.CHUNK in (1, 3, 7, 1 << 20):
                     got = read_documents(path, separator)
                     check(
                         got == expected,
-                        f"{data!r} cut at {separator!r} in chunks of {text.CHUNK}: {got} not {expected}",
+                        f"{data!r} cut at {separator!r} in chunks of {sources.CHUNK}: {got} not {expected}",
                     )
     finally:
-        text.CHUNK = whole
+        sources.CHUNK = whole
 
 
 @test
@@ -475,7 +477,6 @@ def bad_input_is_one_line_and_leaves_nothing():
         ([*out, folder("empty.txt")], "no text"),
         ([*out], "FILE"),
         ([a], "--out"),
-        ([*out, "--tokenizer", "gpt2", a], "gpt2"),
         ([*out, "--val-fraction", "1", a], "--val-fraction 1"),
         ([*out, "--val-fraction", "nan", a], "--val-fraction"),
         ([*out, "--shard-tokens", "0", a], "--shard-tokens 0"),
