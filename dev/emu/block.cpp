@@ -429,7 +429,7 @@ static void thread_exit(Thread* t) {
     worker->progress++;
     Warp& w = b->warps[t->warp];
     w.alive &= ~(1u << t->lane);
-    for (unsigned busy = w.busy; busy; busy &= busy - 1) {    // operations that only waited for this lane
+    for (unsigned busy = w.busy; busy; busy &= busy - 1) {                      // did they only wait for this lane?
         Slot& s = w.slot[__builtin_ctz(busy)];
         if (s.arrived == (s.mask & w.alive)) finish_slot(b, t->warp, s);
     }

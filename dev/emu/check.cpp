@@ -614,8 +614,8 @@ static void host_plain(uintptr_t a, size_t n, bool write, void* pc) {
     std::vector<uintptr_t> finished;
     overlapping(in_copy(), a, n, [&](std::map<uintptr_t, HostRange>::iterator it) {
         HostRange r = it->second;
-        if (running_op ? !op_before(r.op, running_op->id)
-                       : !host_knows(r.op)) {    // (running: a host function in a stream)
+        bool known = running_op ? op_before(r.op, running_op->id) : host_knows(r.op);     // running: a host function
+        if (!known) {
             report("missing wait", pc, (void*)(uintptr_t)r.pc, "the host %s memory into which '%s' (%s) still copies",
                    write ? "writes" : "reads", op_by_id(r.op) ? op_by_id(r.op)->name.c_str() : "?",
                    where((void*)(uintptr_t)r.pc).c_str());

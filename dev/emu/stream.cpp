@@ -26,10 +26,7 @@ struct GraphExec { std::vector<Node> nodes; std::vector<Stream*> hidden; };
 uint32_t host_time = 1;
 __thread Op* running_op;
 static std::recursive_mutex lock;
-static std::deque<OpRef>& ops() {
-    static auto* d = new std::deque<OpRef>;
-    return *d;
-}    // by id - 1; only while checking
+static std::deque<OpRef>& ops() { static auto* d = new std::deque<OpRef>; return *d; }   // by id - 1; for the checker
 static std::vector<Stream*>& streams() {  // [0] is the null stream. Never destroyed: handles stay comparable
     static auto* v = new std::vector<Stream*>{new Stream{0, 0, true, nullptr, nullptr, -1, {}}};
     return *v;
@@ -414,8 +411,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t h, cudaEvent_t event, unsigned) {
     return cudaSuccess;
 }
 
-// ---------------------------------------------------------------- graphs: what streams recorded, issued again as a
-// whole
+// ---------------------------------------------------------------- graphs: what streams recorded, issued as a whole
 cudaError_t cudaStreamBeginCapture(cudaStream_t h, cudaStreamCaptureMode) {
     MAY_FAIL;
     std::lock_guard<std::recursive_mutex> guard(lock);

@@ -159,8 +159,8 @@ static void event_too_early_case(bool bad) { produce_consume(bad ? EVENT_TOO_EAR
 static void event_never_case(bool bad) { produce_consume(bad ? EVENT_NEVER_RECORDED : EVENT_RIGHT); }
 static void event_other_case(bool bad) { produce_consume(bad ? EVENT_OTHER : EVENT_RIGHT); }
 
-static void event_waits_for_its_part_case(
-    bool bad) {    // waiting for an event does not wait for what was issued after it
+// Waiting for an event does not wait for what was issued after it.
+static void event_waits_for_its_part_case(bool bad) {
     Streams s;
     cudaEvent_t e;
     cudaEventCreate(&e);

@@ -77,8 +77,8 @@ __global__ void partial_warp(float* out, int n) {
 }
 static void partial_warp_case(bool bad) { partial_warp<<<1, bad ? 48 : 64>>>(device<float>(64), 64); }
 
-__global__ void few_lanes(float* out,
-                          int lanes) {    // the sums of 8 warps, added by the first 8 lanes: legal with 8 or 16
+// The sums of 8 warps, added by the first 8 lanes: legal with 8 or 16.
+__global__ void few_lanes(float* out, int lanes) {
     float v = threadIdx.x;
     if (threadIdx.x < lanes) {
         for (int o = 4; o > 0; o /= 2) v += __shfl_down_sync((1u << lanes) - 1, v, o);   // bad: few_lanes
