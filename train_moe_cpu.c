@@ -2062,9 +2062,25 @@ int evaluate(Trainer* t) {
     // --eval
     int64_t batches;
     double loss = trainer_evaluate(t, &batches);
-    printf("validation loss %.6f (perplexity %.4f) over %lld batches of %lld x %lld tokens\n", loss, exp(loss),
-           (long long)batches, (long long)t->run.opt.batch_size, (long long)t->run.opt.seq_len);
+    run_print_evaluation(&t->run, loss, batches);
     return isfinite(loss) ? 0 : 1;
+}
+
+int evaluate_choices(Trainer* t) {
+    // --eval-choices: the loss of every choice of every question, several of them to a sequence, each a document
+    Model* model = &t->model;
+    Choices* choices = &t->run.choices;
+    size_t N = model->B * model->T;
+    int* tokens = (int*)mallocCheck(3 * N * sizeof(int));
+    int *targets = tokens + N, *doc_start = tokens + 2 * N;
+    for (size_t i = 0; i < choices_num_batches(choices, model->B); i++) {
+        choices_batch(choices, i, model->B, tokens, targets, doc_start);
+        Microbatch mb = {tokens, targets, doc_start, NULL, 1, 1};
+        model_evaluate(model, &mb);
+        choices_collect(choices, i, model->B, (const float*)model->acts.losses);
+    }
+    free(tokens);
+    return choices_report(choices, t->run.opt.metrics);
 }
 
 int sample(Trainer* t) {
@@ -2210,7 +2226,11 @@ int main(int argc, char** argv) {
         trace_start(t);
         t->model.profiler = &t->profiler;
     }
-    int code = opt->dump ? dump(t) : opt->eval ? evaluate(t) : opt->generate ? sample(t) : train(t);
+    int code = opt->dump           ? dump(t)
+               : opt->eval         ? evaluate(t)
+               : opt->eval_choices ? evaluate_choices(t)
+               : opt->generate     ? sample(t)
+                                   : train(t);
     profiler_close(&t->profiler);
     if (run->samples) { decoder_free(&t->decoder); }
     model_free(&t->model);

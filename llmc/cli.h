@@ -55,6 +55,7 @@ typedef struct {
     const char* dump;
     int64_t generate;                       // 0: train
     bool eval, dry_run;
+    const char* eval_choices;
     double memory;                          // GiB that --dry-run plans for; 0: this machine's
     // speed
     const char *attention, *experts, *optimizer, *loader, *tokenize, *allreduce, *allreduce_dtype, *recompute;
@@ -190,7 +191,9 @@ static const OptionRow option_table[] = {
     {"other modes", 'g', "generate", "N", OPTION_INT, AT(generate), NULL, "[1,2147483647]", PROGRAM_BOTH,
         "print N sampled tokens and exit"},
     {"other modes", 0, "eval", NULL, OPTION_SWITCH, AT(eval), NULL, NULL, PROGRAM_BOTH,
-        "print the loss on --val-data and exit"},
+        "print loss, perplexity and bits per byte on --val-data and exit"},
+    {"other modes", 0, "eval-choices", "FILE", OPTION_STRING, AT(eval_choices), NULL, NULL, PROGRAM_CPU,
+        "answer multiple-choice questions (prepro/hellaswag.py writes them), print the accuracy and exit"},
     {"other modes", 0, "dump", "FILE", OPTION_STRING, AT(dump), NULL, NULL, PROGRAM_BOTH,
         "write loss, logits, routing and gradients of the first microbatch (safetensors), take no step, exit"},
     {"other modes", 0, "dry-run", NULL, OPTION_SWITCH, AT(dry_run), NULL, NULL, PROGRAM_BOTH,
@@ -240,14 +243,14 @@ static const struct {
 };
 
 // options of which at most one may be given, and why
-static const struct { const char* names[4]; const char* why; } option_exclusive[] = {
+static const struct { const char* names[5]; const char* why; } option_exclusive[] = {
     {{"model", "init", "config", NULL}, "each says where the model comes from"},
     {{"train-data", "batch", NULL, NULL}, "--batch trains on that batch alone"},
     {{"batch-size", "batch", NULL, NULL}, "B comes from the --batch file"},
     {{"seq-len", "batch", NULL, NULL}, "T comes from the --batch file"},
     {{"grad-accum", "tokens-per-step", NULL, NULL}, "each follows from the other"},
     {{"steps", "tokens", NULL, NULL}, "each follows from the other"},
-    {{"generate", "eval", "dump", "dry-run"}, "each is what the program does before it exits"},
+    {{"generate", "eval", "eval-choices", "dump", "dry-run"}, "each is what the program does before it exits"},
 };
 
 // options that would do nothing without one of these others
@@ -593,7 +596,7 @@ static inline void option_refuse(const OptionRow* row, const char* text, int pro
 static inline void options_check_exclusive(const Options* opt) {
     for (size_t i = 0; i < sizeof(option_exclusive) / sizeof(option_exclusive[0]); i++) {
         const char* first = NULL;
-        for (int j = 0; j < 4 && option_exclusive[i].names[j] != NULL; j++) {
+        for (int j = 0; j < 5 && option_exclusive[i].names[j] != NULL; j++) {
             const char* name = option_exclusive[i].names[j];
             if (!options_given(opt, name)) { continue; }
             if (first != NULL) {
@@ -618,7 +621,7 @@ static inline void options_check(const Options* opt) {
         fatal("which model? Give --model NAME, --init DIR, --config FILE or --resume (%s --help explains)",
               program_title(opt->program));
     }
-    bool trains = !opt->generate && !opt->eval && !opt->dry_run;
+    bool trains = !opt->generate && !opt->eval && !opt->eval_choices && !opt->dry_run;
     if (trains && opt->train_data == NULL && opt->batch == NULL) {
         fatal("which data? Give --train-data 'GLOB' or --batch FILE (%s --help explains)", program_title(opt->program));
     }
@@ -779,7 +782,7 @@ static inline bool option_belongs_to_run(const OptionRow* row) {
 static inline bool option_displaced(const bool* on_command_line, const OptionRow* row) {
     for (size_t i = 0; i < sizeof(option_exclusive) / sizeof(option_exclusive[0]); i++) {
         bool member = false, other_given = false;
-        for (int j = 0; j < 4 && option_exclusive[i].names[j] != NULL; j++) {
+        for (int j = 0; j < 5 && option_exclusive[i].names[j] != NULL; j++) {
             int k = option_find(option_exclusive[i].names[j]);
             member = member || &option_table[k] == row;
             other_given = other_given || (&option_table[k] != row && on_command_line[k]);

@@ -5,7 +5,9 @@
 #define LLMC_RUN_H
 
 #include "batch_file.h"
+#include "bits_per_byte.h"
 #include "checkpoint.h"
+#include "choices.h"
 #include "cli.h"
 #include "config_json.h"
 #include "dataloader.h"
@@ -18,11 +20,12 @@ typedef struct {
     ParamTable table;
     Tokenizer tokenizer;
     char* tokenizer_path;     // the tokenizer.json that was found, or NULL
-    bool has_tokenizer, has_train, has_val, has_batch, samples, trains;
+    bool has_tokenizer, has_train, has_val, has_batch, has_choices, samples, trains;
     int eot;                  // the token that opens a document, -1: unknown
     DataLoader train, val;    // --train-data, --val-data
     uint64_t data_hash;       // fingerprint of --train-data
     BatchFile batch;          // --batch
+    Choices choices;          // --eval-choices
     Prompt prompt;            // if the run samples
     char* resume;             // the checkpoint folder to go on from, or NULL
     TrainerState state;       // what it says
@@ -70,7 +73,8 @@ static inline void run_read_config(Run* run, int num_ranks) {
         opt->seq_len = (int64_t)T;
     }
     options_resolve(opt, num_ranks);
-    if (run->resume != NULL && !opt->generate && !opt->eval && !opt->dump && !opt->dry_run && run->state.step >= opt->steps) {
+    if (run->resume != NULL && !opt->generate && !opt->eval && !opt->eval_choices && !opt->dump && !opt->dry_run &&
+        run->state.step >= opt->steps) {
         fatal("%s has done %lld steps already, and --steps is %lld: raise it to go on", run->resume,
               (long long)run->state.step, (long long)opt->steps);
     }
@@ -174,11 +178,13 @@ static inline void run_open_model(Run* run, int argc, char** argv, int program, 
 // The second half: tokenizer, data, prompt, --out. Prints what it found.
 static inline void run_open_files(Run* run, int rank, int num_ranks) {
     Options* opt = &run->opt;
-    run->trains = !opt->eval && !opt->generate && opt->dump == NULL;
+    bool evaluates = opt->eval || opt->eval_choices != NULL;
+    run->trains = !evaluates && !opt->generate && opt->dump == NULL;
     run->samples = opt->generate > 0 || (run->trains && opt->sample_every > 0);
-    run->has_batch = opt->batch != NULL && !opt->eval && !opt->generate;
-    run->has_train = opt->train_data != NULL && !run->has_batch && !opt->eval && !opt->generate;
-    run->has_val = opt->val_data != NULL && !opt->generate && opt->dump == NULL;
+    run->has_batch = opt->batch != NULL && !evaluates && !opt->generate;
+    run->has_train = opt->train_data != NULL && !run->has_batch && !evaluates && !opt->generate;
+    run->has_val = opt->val_data != NULL && !opt->generate && opt->dump == NULL && opt->eval_choices == NULL;
+    run->has_choices = opt->eval_choices != NULL;
     run_find_tokenizer(run);
     if (run->has_batch) { batch_file_read(&run->batch, opt->batch, &run->config, opt->doc_mask, opt->force_routing); }
     if (run->has_train) {
@@ -186,6 +192,9 @@ static inline void run_open_files(Run* run, int rank, int num_ranks) {
         run->data_hash = dataloader_fingerprint(&run->train);
     }
     if (run->has_val) { run_open_data(run, &run->val, "val-data", opt->val_data, rank, num_ranks); }
+    if (run->has_choices) {
+        choices_open(&run->choices, opt->eval_choices, (size_t)opt->seq_len, run->config.vocab_size);
+    }
     if (run->has_train && run->resume != NULL) { run_seek_data(run); }
     if (run->samples) {
         run->prompt = prompt_read(opt->prompt, run->has_tokenizer ? &run->tokenizer : NULL, run->eot, &run->config);
@@ -211,10 +220,22 @@ static inline void run_saved(Run* run, int64_t step) {
     run->tokenizer_path = str_format("%s/step_%08lld/tokenizer.json", run->opt.out, (long long)step);
 }
 
+// What --eval says of a mean loss over so many batches of B sequences.
+static inline void run_print_evaluation(Run* run, double loss, int64_t batches) {
+    const Options* opt = &run->opt;
+    double bits = bits_per_byte(&run->val, run->has_tokenizer ? &run->tokenizer : NULL, loss,
+                                (uint64_t)(batches * opt->batch_size));
+    char per_byte[60] = "";
+    if (isfinite(bits)) { snprintf(per_byte, sizeof(per_byte), ", %.4f bits per byte", bits); }
+    printf("validation loss %.6f (perplexity %.4f%s) over %lld batches of %lld x %lld tokens\n", loss, exp(loss), per_byte,
+           (long long)batches, (long long)opt->batch_size, (long long)opt->seq_len);
+}
+
 static inline void run_close(Run* run) {
     if (run->has_train) { dataloader_close(&run->train); }
     if (run->has_val) { dataloader_close(&run->val); }
     if (run->has_batch) { batch_file_free(&run->batch, &run->config); }
+    if (run->has_choices) { choices_close(&run->choices); }
     if (run->out_lock >= 0) { close(run->out_lock); }
     tokenizer_free(&run->tokenizer);
     param_table_free(&run->table);

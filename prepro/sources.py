@@ -244,6 +244,21 @@ def open_file(path, options):
 # datasets
 
 
+def said(where, e):
+    """One line of what a library says: there are a network, a hub and a dozen file formats behind it."""
+    return f"{where}: {type(e).__name__}: {' '.join(str(e).split())[:300]}"
+
+
+def load_stream(name, config, split, revision):
+    datasets = package("datasets", f"--dataset {name}")
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    try:
+        return datasets.load_dataset(name, config, split=split, streaming=True, revision=revision)
+    except Exception as e:
+        raise Error(said(f"--dataset {name}", e))
+
+
 ROWS_A_STATE = 100  # asking the stream for its state at every row takes longer than reading it
 
 
@@ -255,18 +270,13 @@ class Dataset:
 
     def __init__(self, split, options):
         self.name, self.options, self.rows, self.split = f"{options.dataset}:{split}", options, 0, split
-        datasets = package("datasets", f"--dataset {options.dataset}")
-        datasets.disable_progress_bars()
-        datasets.logging.set_verbosity_error()
+        self.stream = load_stream(options.dataset, options.dataset_config, split, options.revision)
+        info = (self.stream.info.splits or {}).get(split)
+        self.size = info.num_examples if info else None
         try:
-            self.stream = datasets.load_dataset(
-                options.dataset, options.dataset_config, split=split, streaming=True, revision=options.revision
-            )
-            info = (self.stream.info.splits or {}).get(split)
-            self.size = info.num_examples if info else None
             columns = self.stream.column_names or list(next(iter(self.stream)))
-        except Exception as e:  # a network, a hub, a dozen file formats
-            raise Error(f"--dataset {options.dataset}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
+        except Exception as e:
+            raise Error(said(self.name, e))
         if options.field not in columns:
             raise Error(f'{self.name} has no column "{options.field}" but {names(columns)}: name one with --field')
         self.stream = self.stream.select_columns([options.field])
@@ -311,4 +321,4 @@ class Dataset:
         except Error:
             raise
         except Exception as e:
-            raise Error(f"{self.name}: after row {self.rows}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
+            raise Error(said(f"{self.name}: after row {self.rows}", e))

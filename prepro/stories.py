@@ -5,6 +5,7 @@
     python3 prepro/stories.py --out data/stories --documents 20000 --seed 1   train and val shards, tokenizer, manifest
     python3 prepro/stories.py --floor data/stories                            the loss that no model beats there
     python3 prepro/stories.py --parse samples.txt                             how many sentences are of the grammar?
+    python3 prepro/stories.py --questions 100 > questions.jsonl               which sentence comes last? for hellaswag.py
 
 A story is a walk through STORY: at each node one edge is drawn (a sentence and the next node), then the sentence's
 slots are filled. A slot is drawn uniformly the first time; after that it is remembered: the hero keeps her name and
@@ -13,6 +14,7 @@ two edges of a node can write the same sentence, so a parser can retrace the wal
 its draws. That is what the floor adds up: see `floor`. Standard library only.
 """
 
+import json
 import math
 import random
 import re
@@ -395,6 +397,27 @@ def parse(args):
     return 0 if good >= args.min_share * sentences else 1
 
 
+def question(grammar, rng):
+    """A story without its last sentence, and four to choose from: only one of them can the grammar write there."""
+    *context, right = split_sentences(grammar.story(rng)[0])
+    endings = [right]
+    while len(endings) < 4:
+        ending = split_sentences(grammar.story(rng)[0])[-1]
+        if ending not in endings and grammar.log_probability(" ".join([*context, ending])) is None:
+            endings.append(ending)
+    label = int(rng.random() * 4)
+    endings[0], endings[label] = endings[label], endings[0]
+    return {"ctx": " ".join(context), "endings": endings, "label": label}
+
+
+def questions(args):
+    """Prints multiple-choice questions in HellaSwag's format, a JSON object a line."""
+    rng, grammar = split_seed(args.seed, "questions"), Grammar()
+    for _ in range(args.questions):
+        print(json.dumps(question(grammar, rng)))
+    return 0
+
+
 def show(args):
     rng, grammar = split_seed(args.seed, "show"), Grammar()
     print("\n\n".join(grammar.story(rng)[0] for _ in range(args.show)))
@@ -412,6 +435,7 @@ def main():
         "stories end at <|endoftext|> or an empty line",
     )
     what.add_argument("--floor", metavar="DIR", help="work out the floor of the val shards in a folder")
+    what.add_argument("--questions", type=int, metavar="N", help="print N multiple-choice questions (for hellaswag.py)")
     what.add_argument("--show", type=int, metavar="N", help="print N stories")
     parser.add_argument("--documents", type=int, default=20000, metavar="N", help="stories to train on (default 20000)")
     parser.add_argument("--val-documents", type=int, metavar="N", help="stories to validate on (default a fiftieth)")
@@ -436,6 +460,8 @@ def main():
         return write_shards(args)
     if args.parse:
         return parse(args)
+    if args.questions is not None:
+        return questions(args)
     return floor(args) if args.floor else show(args)
 
 

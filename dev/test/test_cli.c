@@ -51,7 +51,7 @@ static void every_option_has_a_sound_row(void) {
 static void rules_name_options_that_exist(void) {
     for (size_t i = 0; i < sizeof(option_exclusive) / sizeof(option_exclusive[0]); i++) {
         const char* const* names = option_exclusive[i].names;
-        for (int j = 0; j < 4 && names[j] != NULL; j++) { CHECK(option_find(names[j]) >= 0); }
+        for (int j = 0; j < 5 && names[j] != NULL; j++) { CHECK(option_find(names[j]) >= 0); }
     }
     for (size_t i = 0; i < sizeof(option_needs) / sizeof(option_needs[0]); i++) {
         CHECK(option_find(option_needs[i].name) >= 0 && option_find(option_needs[i].needs[0]) >= 0);
