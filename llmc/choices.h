@@ -235,6 +235,14 @@ static inline void choices_collect(Choices* c, size_t batch, size_t B, const flo
     }
 }
 
+// Where several ranks each collected some of the batches: what this one has (rows; the others' are 0), and the sum.
+static inline void choices_results(const Choices* c, double* nats) {
+    for (size_t r = 0; r < c->num_rows; r++) { nats[r] = c->rows[r].nats; }
+}
+static inline void choices_set_results(Choices* c, const double* nats) {
+    for (size_t r = 0; r < c->num_rows; r++) { c->rows[r].nats = nats[r]; }
+}
+
 // ----------------------------------------------------------------------------
 // the result
 
