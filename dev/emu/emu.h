@@ -55,7 +55,8 @@ struct ThreadId { uint3 tid; int lane, warp, linear; };
 extern __thread ThreadId* cur;                         // the CUDA thread that runs now; null in host code
 
 // ---- errors
-bool failing(const char* function);  // EMU_FAIL=cudaMalloc:7 asks for this call to fail (dev/test/trace_calls.cpp listens here)
+// Does EMU_FAIL=cudaMalloc:7 ask for this call to fail? (dev/test/trace_calls.cpp listens here.)
+bool failing(const char* function);
 cudaError_t set_error(cudaError_t e);                  // also remembers it for cudaGetLastError
 cudaError_t error_so_far();
 // The first line of every function of the runtime API.
