@@ -30,7 +30,8 @@ Order.    Every sum has one order, whatever the number of blocks or the moment t
           seed gives the same bits. Nothing inside a microbatch waits for the host: the number of tokens an expert gets
           is only ever known to the GPU.
 
-main is at the end, under #ifndef TESTING.
+Reading.  Down to main, which is at the end under #ifndef TESTING, or from there upwards. A kernel's number, as in
+          rmsnorm_forward_kernel4, is its place in the history told in dev/cuda/rmsnorm.cu.
 */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -52,16 +53,13 @@ main is at the end, under #ifndef TESTING.
 #include "llmc/config.h"
 #include "llmc/cublas_check.h"
 #include "llmc/cuda_check.h"
-#include "llmc/cuda_device.h"
 #include "llmc/cudnn_attention.h"
 #include "llmc/dry_run.h"
 #include "llmc/dump_file.h"
 #include "llmc/generate.h"
 #include "llmc/gpu_clock.h"
 #include "llmc/logger.h"
-#if !defined(NO_MPI) && !defined(NO_NCCL)
-#include "llmc/nccl_check.h" // MPI and NCCL
-#endif
+#include "llmc/multi_gpu.h" // MPI and NCCL
 #include "llmc/profiler.h"
 #include "llmc/ptx.cuh"
 #include "llmc/rand.h"
@@ -268,6 +266,38 @@ __device__ inline void store8(bf16* p, const float (&x)[8]) {
     store16(p, make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]), pack2(x[6], x[7])));
 }
 
+// 4 bf16 as floats, 8-byte aligned, and 4 floats, 16-byte aligned
+__device__ inline void load4(float (&x)[4], const bf16* p) {
+    uint2 bits = *(const uint2*)p;
+    x[0] = __uint_as_float(bits.x << 16);
+    x[1] = __uint_as_float(bits.x & 0xffff0000u);
+    x[2] = __uint_as_float(bits.y << 16);
+    x[3] = __uint_as_float(bits.y & 0xffff0000u);
+}
+__device__ inline void load4(float (&x)[4], const float* p) {
+    float4 y = *(const float4*)p;
+    x[0] = y.x;
+    x[1] = y.y;
+    x[2] = y.z;
+    x[3] = y.w;
+}
+__device__ inline void store4(bf16* p, const float (&x)[4]) {
+    *(uint2*)p = make_uint2(pack2(x[0], x[1]), pack2(x[2], x[3]));
+}
+__device__ inline void store4(float* p, const float (&x)[4]) { *(float4*)p = make_float4(x[0], x[1], x[2], x[3]); }
+
+// Tensor cores, in short. One instruction of a whole warp, mma16816, adds the product of A (16 x 16) and B (16 x 8),
+// both bf16, to C (16 x 8) in fp32. The matrices lie spread over the registers of the 32 lanes; with g = lane / 4 and
+// t = lane % 4 a lane holds
+//     A   4 registers of two bf16: row g and row g+8 of columns 2t, 2t+1, then the same rows of columns 2t+8, 2t+9
+//     B   2 registers of two bf16: rows 2t, 2t+1 of column g, then rows 2t+8, 2t+9
+//     C   4 floats: row g of columns 2t, 2t+1, then row g+8
+// Two neighbouring C, rounded in pairs, are therefore an A: one product feeds the next without leaving the registers.
+// ldsm4 (ldmatrix) fetches four 8 x 8 matrices from shared memory in that form, lane l giving the address of row l % 8
+// of matrix l / 8; ldsm4t turns them on the way. cpa16 (cp.async) copies 16 bytes from global to shared memory in the
+// background: cpa_commit closes a group of copies, cpa_wait<n> waits until at most n groups are still on their way.
+// Groups may be empty, so a loop can close one in every round, also when there is nothing left to copy.
+
 // ----------------------------------------------------------------------------
 // matmul: the gateway. All dense products of this program pass through gemm, that is, through cuBLASLt.
 
@@ -356,7 +386,7 @@ void matmul_plan_make(MatmulPlan* plan, MatmulShape s) {
     int found = 0;
     cublasCheck(cublasLtMatmulAlgoGetHeuristic(matmul.handle, plan->desc, plan->b, plan->a, plan->c, plan->c,
                                                matmul.preference, 1, &best, &found));
-    if (found == 0) {
+    if (found == 0 || best.state != CUBLAS_STATUS_SUCCESS) {
         fatal("gemm: cuBLASLt knows no algorithm for M %zu, N %zu, K %zu (lda %zu, ldb %zu, ldc %zu, kind %zu); a "
               "newer CUDA may", s.M, s.N, s.K, s.lda, s.ldb, s.ldc, s.kind);
     }
@@ -408,6 +438,7 @@ void gemm(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const bf16* 
     shape.kind = (size_t)trans_a + 2 * (size_t)trans_b + 4 * (size_t)(c_type == CUDA_R_32F);
     const MatmulPlan* plan = matmul_plan(shape);
     float alpha = 1;
+    cuda_launches++;
     cublasCheck(cublasLtMatmul(matmul.handle, plan->desc, &alpha, b, plan->b, a, plan->a, &beta, c, plan->c, c,
                                plan->c, &plan->algo, matmul.workspace, matmul.workspace_bytes, stream));
 }
@@ -690,25 +721,6 @@ void rmsnorm_backward(bf16* d_residual, float* d_weight, const bf16* d_out, cons
 
 // ----------------------------------------------------------------------------
 // qk_norm_rope: RMSNorm over each head of q and k, then rotary position embedding (Su et al. 2021)
-
-// 4 bf16 as floats, 8-byte aligned, and 4 floats, 16-byte aligned
-__device__ inline void load4(float (&x)[4], const bf16* p) {
-    uint2 bits = *(const uint2*)p;
-    x[0] = __uint_as_float(bits.x << 16);
-    x[1] = __uint_as_float(bits.x & 0xffff0000u);
-    x[2] = __uint_as_float(bits.y << 16);
-    x[3] = __uint_as_float(bits.y & 0xffff0000u);
-}
-__device__ inline void load4(float (&x)[4], const float* p) {
-    float4 y = *(const float4*)p;
-    x[0] = y.x;
-    x[1] = y.y;
-    x[2] = y.z;
-    x[3] = y.w;
-}
-__device__ inline void store4(bf16* p, const float (&x)[4]) {
-    *(uint2*)p = make_uint2(pack2(x[0], x[1]), pack2(x[2], x[3]));
-}
 
 // sum over a group of `lanes` lanes, a power of 2; every lane gets its group's
 __device__ inline float group_sum(float x, int lanes) {
@@ -2939,7 +2951,7 @@ void experts_loop_forward(bf16* expert_out, bf16* gate_up, bf16* expert_act, bf1
     // host_offsets (E+1), pinned, is copied from the device, and the device idles while it waits
     if (R == 0) { return; }
     cudaCheck(cudaMemcpyAsync(host_offsets, r.expert_offsets, (E + 1) * sizeof(int), cudaMemcpyDeviceToHost, stream));
-    cudaCheck(cudaStreamSynchronize(stream));
+    streamWait(stream);
     permute_forward(expert_in, inp, r.row_token, R, C, stream);
     for (size_t e = 0; e < (size_t)E; e++) {
         size_t begin = (size_t)host_offsets[e], rows = (size_t)host_offsets[e + 1] - begin;
@@ -3242,64 +3254,40 @@ __device__ inline int find_range(const ParamRange* ranges, int num_ranges, size_
     return low > 0 && i < ranges[low - 1].end ? low - 1 : -1;
 }
 
-// 8 floats, 16-byte aligned
-__device__ inline void load8_f32(float (&x)[8], const float* p) {
-    #pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-        uint4 bits = load16(p + i);
-        x[i] = __uint_as_float(bits.x);
-        x[i + 1] = __uint_as_float(bits.y);
-        x[i + 2] = __uint_as_float(bits.z);
-        x[i + 3] = __uint_as_float(bits.w);
-    }
-}
-__device__ inline void store8_f32(float* p, const float (&x)[8]) {
-    #pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-        store16(p + i, make_uint4(__float_as_uint(x[i]), __float_as_uint(x[i + 1]), __float_as_uint(x[i + 2]),
-                                  __float_as_uint(x[i + 3])));
-    }
-}
-
-// A thread owns 8 neighbouring elements; ranges begin at multiples of 8, so they are of one range. (Behind its end may
-// lie padding, whose parameters, gradients and moments are 0: the formulas keep them 0.) Bound by memory: each array
-// is read and written once.
+// A thread owns 4 neighbouring elements, 16 bytes of each fp32 array, so that a warp reads and writes whole lines;
+// ranges begin at multiples of 8, so they are of one range. (Behind its end may lie padding, whose parameters,
+// gradients and moments are 0: the formulas keep them 0.) Bound by memory: each array is read and written once.
 __global__ void __launch_bounds__(256) adamw_fused_kernel2(bf16* params, float* master, const float* grads, float* m,
                                                            float* v, const float* norm, const ParamRange* ranges,
                                                            int num_ranges, size_t count, AdamW a) {
-    size_t first = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 8;
+    size_t first = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (first >= count || !isfinite(*norm)) { return; }
     int range = find_range(ranges, num_ranges, first);
     if (range < 0) { return; }
     bool decays = ranges[range].decays;
     float scale = clip_scale(*norm, a.grad_clip);
-    float p[8], g[8], m8[8], v8[8];
-    load8_f32(g, grads + first);
-    load8_f32(m8, m + first);
-    load8_f32(v8, v + first);
+    uint64_t random = random_bits(a.rounding_key, first / 4);
+    float p[4], g[4], m4[4], v4[4];
+    load4(g, grads + first);
+    load4(m4, m + first);
+    load4(v4, v + first);
     if (master != NULL) {
-        load8_f32(p, master + first);
+        load4(p, master + first);
     } else {
-        load8(p, params + first);
+        load4(p, params + first);
     }
     #pragma unroll
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 4; i++) {
         float gi = g[i] * scale;
-        m8[i] = a.beta1 * m8[i] + (1 - a.beta1) * gi;
-        v8[i] = a.beta2 * v8[i] + (1 - a.beta2) * gi * gi;
-        p[i] = adamw_update(p[i], m8[i], v8[i], a, decays);
+        m4[i] = a.beta1 * m4[i] + (1 - a.beta1) * gi;
+        v4[i] = a.beta2 * v4[i] + (1 - a.beta2) * gi * gi;
+        p[i] = adamw_update(p[i], m4[i], v4[i], a, decays);
+        if (master == NULL) { p[i] = round_stochastic(p[i], random, first + i); }
     }
-    store8_f32(m + first, m8);
-    store8_f32(v + first, v8);
-    if (master != NULL) {
-        store8_f32(master + first, p);
-    } else {
-        #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            p[i] = round_stochastic(p[i], random_bits(a.rounding_key, (first + i) / 4), first + i);
-        }
-    }
-    store8(params + first, p);
+    store4(m + first, m4);
+    store4(v + first, v4);
+    if (master != NULL) { store4(master + first, p); }
+    store4(params + first, p);
 }
 
 void adamw_fused(bf16* params, float* master, const float* grads, float* m, float* v, const float* norm,
@@ -3313,7 +3301,7 @@ void adamw_fused(bf16* params, float* master, const float* grads, float* m, floa
         fatal("adamw_fused: params, master, grads, m and v must be 16-byte aligned, are at %p, %p, %p, %p, %p",
               (void*)params, (void*)master, (const void*)grads, (void*)m, (void*)v);
     }
-    adamw_fused_kernel2<<<(unsigned)ceil_div(count, 256 * 8), 256, 0, stream>>>(params, master, grads, m, v, norm,
+    adamw_fused_kernel2<<<(unsigned)ceil_div(count, 256 * 4), 256, 0, stream>>>(params, master, grads, m, v, norm,
                                                                                 ranges, num_ranges, count, a);
     launchCheck("adamw_fused_kernel2");
 }
@@ -3327,71 +3315,24 @@ void adamw_fused(bf16* params, float* master, const float* grads, float* m, floa
 // collectives in the same order, whatever its routing did: an expert without tokens has a gradient, too, of zeros.
 // With one rank nothing here touches MPI or NCCL. Built with NO_MPI=1 or NO_NCCL=1 this file knows one rank only.
 
-// the fp32 gradients travel as bf16: half the bytes. Bandwidth bound, each thread owns 8 neighbours (32 bytes in, 16
-// out, or the other way round), so that a warp's accesses are whole and wide.
+// the fp32 gradients travel as bf16: half the bytes. Bandwidth bound; a thread owns 4 neighbours, 16 bytes of fp32, so
+// that a warp reads and writes whole lines.
 __global__ void all_reduce_pack_kernel2(bf16* out, const float* inp, size_t n) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 8;
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (i >= n) { return; } // n is a multiple of 8
-    float4 low = *(const float4*)(inp + i), high = *(const float4*)(inp + i + 4);
-    float x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    store8(out + i, x);
+    float x[4];
+    load4(x, inp + i);
+    store4(out + i, x);
 }
 __global__ void all_reduce_unpack_kernel2(float* out, const bf16* inp, size_t n) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 8;
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (i >= n) { return; }
-    float x[8];
-    load8(x, inp + i);
-    *(float4*)(out + i) = make_float4(x[0], x[1], x[2], x[3]);
-    *(float4*)(out + i + 4) = make_float4(x[4], x[5], x[6], x[7]);
+    float x[4];
+    load4(x, inp + i);
+    store4(out + i, x);
 }
 
-typedef struct {
-    int rank, num_ranks;            // among all processes
-    int local_rank, local_ranks;    // among those of this machine
-    int device, num_devices;        // the GPU of this rank; how many this machine has
-    cudaDeviceProp properties;      // of that GPU
-    bool bf16_gradients;            // what travels: bf16 or fp32
-    double timeout;                 // seconds after which ranks no longer wait for each other's gradients
-    int nccl_version;               // 22809 is 2.28.9; 0 with one rank
-    double connect_ms;              // for connecting and the self-test
-    cudaStream_t stream;            // of all collectives
-#if !defined(NO_MPI) && !defined(NO_NCCL)
-    bool first;                     // rank 0, while the others wait for it to go first
-    ncclComm_t comm;
-    cudaEvent_t ready, done;        // what compute had to write is written; the collectives issued so far are done
-    bf16* staging;                  // (largest bucket) gradients on their way
-#endif
-} MultiGpu;
-
-// How many processes a launcher says that it started, in the variables of Open MPI, MPICH and Intel MPI, MVAPICH, and
-// Slurm's srun. 0: nobody says anything.
-int launcher_ranks(void) {
-    const char* names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"};
-    for (int i = 0; i < 4; i++) {
-        const char* value = getenv(names[i]);
-        if (value != NULL && atoi(value) > 0) { return atoi(value); }
-    }
-    return 0;
-}
-
-#if defined(NO_MPI) || defined(NO_NCCL)
-
-void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
-    (void)argc, (void)argv;
-    memset(g, 0, sizeof(*g));
-    g->num_ranks = g->local_ranks = 1;
-    if (launcher_ranks() > 1) {
-        fatal("started as %d processes, but this program was built without MPI or NCCL (NO_MPI=1, NO_NCCL=1) and knows "
-              "one GPU: build it anew with both, or start it without mpirun", launcher_ranks());
-    }
-}
-void multi_gpu_first(MultiGpu* g) { (void)g; }
-void multi_gpu_rest(MultiGpu* g) { (void)g; }
-void multi_gpu_let_rank0_speak(const MultiGpu* g) { (void)g; }
-void multi_gpu_device(MultiGpu* g) {
-    g->num_devices = cuda_count_devices();
-    g->properties = cuda_use_device(g->device, all_reduce_pack_kernel2);
-}
+#ifdef ONE_RANK_ONLY
 void multi_gpu_connect(MultiGpu* g, size_t largest_bucket, bool bf16_gradients) {
     (void)g, (void)largest_bucket, (void)bf16_gradients;
 }
@@ -3402,169 +3343,7 @@ void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t com
 void all_reduce_sums(MultiGpu* g, double* sums, size_t n, cudaStream_t compute) {
     (void)g, (void)sums, (void)n, (void)compute;
 }
-void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
-    (void)g;
-    cudaCheck(cudaEventSynchronize(event));
-}
-void multi_gpu_barrier(MultiGpu* g) { (void)g; }
-void multi_gpu_broadcast(MultiGpu* g, void* data, size_t bytes) { (void)g, (void)data, (void)bytes; }
-bool multi_gpu_stop_flag(MultiGpu* g, bool mine) {
-    (void)g;
-    return mine;
-}
-void multi_gpu_close(MultiGpu* g) { (void)g; }
-
 #else
-
-static MultiGpu* multi_gpu_at_exit; // whose MPI has to be finished, NULL: none
-
-// -------------------------------------------------------------------------- ranks
-
-// All ranks tell each other a number, and get the largest. Nobody goes on before all are here; who is not after
-// `seconds` is named. Waits without using a core: rank 0 may write a checkpoint for minutes.
-static int multi_gpu_meet(MultiGpu* g, int mine, double seconds) {
-    size_t R = (size_t)g->num_ranks;
-    MPI_Request* requests = (MPI_Request*)mallocCheck(2 * R * sizeof(MPI_Request));
-    int* theirs = (int*)callocCheck(R, sizeof(int));
-    for (int r = 0; r < g->num_ranks; r++) {
-        mpiCheck(MPI_Irecv(&theirs[r], 1, MPI_INT, r, 0, MPI_COMM_WORLD, &requests[r]));
-        mpiCheck(MPI_Isend(&mine, 1, MPI_INT, r, 0, MPI_COMM_WORLD, &requests[R + (size_t)r]));
-    }
-    double begin = profiler_clock_us();
-    for (int done = 0; !done; usleep(100)) {
-        mpiCheck(MPI_Testall(2 * g->num_ranks, requests, &done, MPI_STATUSES_IGNORE));
-        if (done || profiler_clock_us() - begin < 1e6 * seconds) { continue; }
-        if (g->rank > 0) { sleep(2); } // rank 0 speaks for all, if it can
-        for (int r = 0; r < g->num_ranks; r++) {
-            mpiCheck(MPI_Test(&requests[r], &done, MPI_STATUS_IGNORE));
-            if (done) { continue; }
-            fatal("rank %d has not come for %.0f s (MOE_NCCL_TIMEOUT): has it been stopped?", r, seconds);
-        }
-    }
-    int largest = mine;
-    for (size_t r = 0; r < R; r++) { largest = theirs[r] > largest ? theirs[r] : largest; }
-    free(theirs);
-    free(requests);
-    return largest;
-}
-// Whatever one rank does alone (a checkpoint, a sample) needs a barrier after it: a rank that waits in an all-reduce
-// takes the others for lost much sooner.
-void multi_gpu_barrier(MultiGpu* g) {
-    if (g->num_ranks > 1) { multi_gpu_meet(g, 0, 10 * g->timeout); }
-}
-// true on all ranks if it is on any: a Ctrl-C that one of them got stops all after the same step
-bool multi_gpu_stop_flag(MultiGpu* g, bool mine) {
-    return g->num_ranks > 1 ? multi_gpu_meet(g, mine, g->timeout) != 0 : mine;
-}
-// what rank 0 has in data (host memory), for all
-void multi_gpu_broadcast(MultiGpu* g, void* data, size_t bytes) {
-    if (g->num_ranks == 1) { return; }
-    MPI_Request request;
-    mpiCheck(MPI_Ibcast(data, (int)bytes, MPI_BYTE, 0, MPI_COMM_WORLD, &request));
-    for (int done = 0; !done; usleep(100)) { mpiCheck(MPI_Test(&request, &done, MPI_STATUS_IGNORE)); }
-}
-
-// before a fatal() that all ranks come to alike: one message is enough, and rank 0's ends them all
-void multi_gpu_let_rank0_speak(const MultiGpu* g) {
-    if (g->rank > 0) { sleep(10); }
-}
-
-// One GPU a rank, the same for the whole run.
-void multi_gpu_device(MultiGpu* g) {
-    if (cudaGetDeviceCount(&g->num_devices) != cudaSuccess) { multi_gpu_let_rank0_speak(g); }
-    g->num_devices = cuda_count_devices();
-    g->device = g->local_rank % g->num_devices;
-    g->properties = cuda_use_device(g->device, all_reduce_pack_kernel2);
-}
-
-// Slurm may show each rank its own GPU only; that two ranks do not share one is therefore seen by the GPUs' names, not
-// by their number.
-static void multi_gpu_check_devices(MultiGpu* g) {
-    typedef struct { char bus[32]; cudaUUID_t uuid; } Name; // the uuid tells the parts of a GPU from each other (MIG)
-    MPI_Comm node;
-    mpiCheck(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, g->rank, MPI_INFO_NULL, &node));
-    Name mine, *names = (Name*)callocCheck((size_t)g->local_ranks, sizeof(Name));
-    memset(&mine, 0, sizeof(mine));
-    cudaCheck(cudaDeviceGetPCIBusId(mine.bus, sizeof(mine.bus), g->device));
-    mine.uuid = g->properties.uuid;
-    mpiCheck(MPI_Allgather(&mine, sizeof(mine), MPI_BYTE, names, sizeof(mine), MPI_BYTE, node));
-    int different = 0;
-    for (int i = 0; i < g->local_ranks; i++) {
-        int earlier = 0;
-        while (memcmp(&names[earlier], &names[i], sizeof(Name)) != 0) { earlier++; }
-        different += earlier == i;
-    }
-    if (different < g->local_ranks) {
-        multi_gpu_let_rank0_speak(g);
-        fatal("%d ranks on this machine, but only %d GPU%s for them: one process a GPU, mpirun -n %d "
-              "(CUDA_VISIBLE_DEVICES chooses which)", g->local_ranks, different, different == 1 ? "" : "s", different);
-    }
-    free(names);
-    mpiCheck(MPI_Comm_free(&node));
-}
-
-// What stands between multi_gpu_first and multi_gpu_rest rank 0 does before the others do it, so that a wrong option or
-// a missing file is reported once. Where it ends the program there (--help), the others end with it.
-void multi_gpu_first(MultiGpu* g) {
-    int go_on = 0;
-    g->first = g->rank == 0;
-    if (g->rank > 0) { multi_gpu_broadcast(g, &go_on, sizeof(go_on)); }
-    if (g->rank > 0 && !go_on) { exit(0); }
-}
-void multi_gpu_rest(MultiGpu* g) {
-    int go_on = 1;
-    if (g->first) { multi_gpu_broadcast(g, &go_on, sizeof(go_on)); }
-    g->first = false;
-    if (g->num_ranks > 1) { multi_gpu_check_devices(g); } // here all ranks are together
-}
-
-void finish_at_exit(void) {
-    MultiGpu* g = multi_gpu_at_exit;
-    if (g == NULL) { return; }
-    multi_gpu_at_exit = NULL;
-    int go_on = 0;
-    if (g->first) { multi_gpu_broadcast(g, &go_on, sizeof(go_on)); }
-    fatal_hook = NULL;
-    MPI_Finalize(); // a rank that leaves without it looks like a crash to mpirun
-}
-
-static void multi_gpu_name_rank(const MultiGpu* g) { // its messages begin with "train_moe: rank 3: "
-    static char name[80];
-    snprintf(name, sizeof(name), "%.60s: rank %d", program_name, g->rank);
-    program_name = name;
-}
-
-// MPI, and who we are; nothing of CUDA yet. Afterwards only rank 0 prints to stdout.
-void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
-    memset(g, 0, sizeof(*g));
-    g->num_ranks = g->local_ranks = 1;
-    const char* seconds = getenv("MOE_NCCL_TIMEOUT");
-    g->timeout = seconds != NULL && atof(seconds) > 0 ? atof(seconds) : 60;
-    if (launcher_ranks() == 0 && getenv("PMIX_RANK") == NULL) { return; } // started by hand: one rank, no MPI
-    int threads;
-    if (MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &threads) != MPI_SUCCESS) { fatal("MPI_Init failed"); }
-    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); // mpiCheck prints them
-    mpiCheck(MPI_Comm_rank(MPI_COMM_WORLD, &g->rank));
-    mpiCheck(MPI_Comm_size(MPI_COMM_WORLD, &g->num_ranks));
-    if (g->num_ranks == 1 && launcher_ranks() > 1) {
-        fatal("%d processes were started, but this program's MPI sees only itself: mpirun belongs to another MPI than "
-              "the one it was built with (or srun needs --mpi=pmix)", launcher_ranks());
-    }
-    ranks_any_thread = threads == MPI_THREAD_MULTIPLE; // the loader's thread may fail, too
-    ranks_abort_together();
-    multi_gpu_at_exit = g;
-    atexit(finish_at_exit);
-    MPI_Comm node;
-    mpiCheck(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, g->rank, MPI_INFO_NULL, &node));
-    mpiCheck(MPI_Comm_rank(node, &g->local_rank));
-    mpiCheck(MPI_Comm_size(node, &g->local_ranks));
-    mpiCheck(MPI_Comm_free(&node));
-    if (g->rank == 0) { return; }
-    multi_gpu_name_rank(g);
-    if (freopen("/dev/null", "w", stdout) == NULL) { fatal("cannot open /dev/null"); }
-}
-
-// -------------------------------------------------------------------------- averages
 
 // compute waits until all collectives issued so far are done
 void all_reduce_wait(MultiGpu* g, cudaStream_t compute) {
@@ -3589,7 +3368,7 @@ void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t com
             fatal("all_reduce_bucket: count must be a multiple of 8 and grads 16-byte aligned, they are %zu and %p",
                   count, (void*)grads);
         }
-        unsigned blocks = (unsigned)ceil_div(count / 8, 256);
+        unsigned blocks = (unsigned)ceil_div(count / 4, 256);
         all_reduce_pack_kernel2<<<blocks, 256, 0, g->stream>>>(g->staging, grads, count);
         launchCheck("all_reduce_pack");
         ncclCheck(ncclAllReduce(g->staging, g->staging, count, ncclBfloat16, ncclAvg, g->comm, g->stream));
@@ -3607,38 +3386,6 @@ void all_reduce_sums(MultiGpu* g, double* sums, size_t n, cudaStream_t compute) 
     all_reduce_after(g, compute);
     ncclCheck(ncclAllReduce(sums, sums, n, ncclFloat64, ncclSum, g->comm, g->stream));
     all_reduce_wait(g, compute);
-}
-
-// The host waits for an event of this rank's GPU. A collective that some rank never joins does not end by itself, so
-// the host looks for NCCL's errors meanwhile, and at how long ago this rank did its own part.
-void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
-    if (g->num_ranks == 1) {
-        cudaCheck(cudaEventSynchronize(event));
-        return;
-    }
-    double since = 0; // since when this rank has done its part of a collective and waits for others; 0: it does not
-    for (;;) {
-        cudaError_t status = cudaEventQuery(event);
-        if (status == cudaSuccess) { return; }
-        if (status != cudaErrorNotReady) { cudaCheck(status); }
-        ncclResult_t result = ncclSuccess;
-        ncclCheck(ncclCommGetAsyncError(g->comm, &result));
-        if (result != ncclSuccess && result != ncclInProgress) {
-            ncclCommAbort(g->comm);
-            nccl_check(result, "averaging over ranks", __FILE__, __LINE__);
-        }
-        double now = profiler_clock_us();
-        bool waits = cudaStreamQuery(g->stream) == cudaErrorNotReady && cudaEventQuery(g->ready) == cudaSuccess;
-        if (!waits || since == 0) { since = waits ? now : 0; }
-        if (waits && now - since > 1e6 * g->timeout) {
-            ncclCommAbort(g->comm);
-            if (g->rank > 0) { sleep(2); } // rank 0 speaks for all, if it can
-            fatal("other ranks have not come to an all-reduce within %.0f s (MOE_NCCL_TIMEOUT): has one been stopped, "
-                  "or a GPU been lost? Try: %s", g->timeout, nccl_advice());
-        }
-        cudaGetLastError(); // "not ready" is no error, but is kept as the last one
-        usleep(100);
-    }
 }
 
 // Averages numbers that everyone knows, on the very path that the gradients will take.
@@ -3671,7 +3418,10 @@ void multi_gpu_connect(MultiGpu* g, size_t largest_bucket, bool bf16_gradients) 
     if (g->num_ranks == 1) { return; }
     double begin = profiler_clock_us();
     if (g->rank == 0) { multi_gpu_name_rank(g); } // from here on each rank can be the one that fails
-    cudaCheck(cudaStreamCreateWithFlags(&g->stream, cudaStreamNonBlocking));
+    // Of a higher priority than compute: else a collective waits until all blocks of the kernel before it have begun.
+    int lowest, highest;
+    cudaCheck(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    cudaCheck(cudaStreamCreateWithPriority(&g->stream, cudaStreamNonBlocking, highest));
     cudaCheck(cudaEventCreateWithFlags(&g->ready, cudaEventDisableTiming));
     cudaCheck(cudaEventCreateWithFlags(&g->done, cudaEventDisableTiming));
     largest_bucket = 8 * ceil_div(largest_bucket, 8);
@@ -3679,6 +3429,7 @@ void multi_gpu_connect(MultiGpu* g, size_t largest_bucket, bool bf16_gradients) 
     ncclUniqueId id;
     if (g->rank == 0) { ncclCheck(ncclGetUniqueId(&id)); }
     multi_gpu_broadcast(g, &id, sizeof(id));
+    multi_gpu_barrier(g); // they may have loaded a checkpoint at different speeds
     watchdog_start(g->timeout, g->rank, "connecting the ranks (NCCL)");
     ncclCheck(ncclGetVersion(&g->nccl_version));
     ncclCheck(ncclCommInitRank(&g->comm, g->num_ranks, id, g->rank));
@@ -3689,19 +3440,6 @@ void multi_gpu_connect(MultiGpu* g, size_t largest_bucket, bool bf16_gradients) 
     if (bf16_gradients) { all_reduce_self_test(g, n); }
     watchdog_stop();
     g->connect_ms = (profiler_clock_us() - begin) / 1e3;
-}
-
-void multi_gpu_close(MultiGpu* g) {
-    if (g->num_ranks > 1 && g->comm != NULL) {
-        cudaCheck(cudaStreamSynchronize(g->stream));
-        ncclCheck(ncclCommDestroy(g->comm));
-        cudaCheck(cudaStreamDestroy(g->stream));
-        cudaCheck(cudaEventDestroy(g->ready));
-        cudaCheck(cudaEventDestroy(g->done));
-        cudaCheck(cudaFree(g->staging));
-        g->comm = NULL;
-    }
-    finish_at_exit();
 }
 #endif
 
@@ -4653,6 +4391,12 @@ void trainer_load(Trainer* t) {
     cudaCheck(cudaDeviceSynchronize());
     t->step = run->state.step;
     t->tokens = run->state.tokens;
+    int64_t step = t->step; // on several machines the newest checkpoint need not be the same one everywhere
+    multi_gpu_broadcast(&t->gpus, &step, sizeof(step));
+    if (step != t->step) {
+        fatal("rank 0 resumes step %lld, this rank step %lld: do all machines see the same --out?", (long long)step,
+              (long long)t->step);
+    }
 }
 
 void trainer_save(Trainer* t) {
@@ -4893,28 +4637,14 @@ void expert_load_summary(const Model* model, double* max_over_mean, int* dead) {
 // ----------------------------------------------------------------------------
 // measuring and planning
 
-double nominal_bf16_peak(const char* gpu) {
-    // dense bf16 FLOP/s with fp32 accumulation, by NVIDIA's data sheets; NAN: not in this table. (Data sheets like to
-    // print the figure for sparse matrices, which is twice as large.) The first row that fits counts.
-    const struct {
-        const char* name;
-        double tflops;
-    } cards[] = {{"RTX PRO 6000 Blackwell Max-Q", 438.9}, {"RTX PRO 6000", 503.8}, {"RTX 5090", 209.5},
-                 {"RTX 4090", 165.2},                     {"RTX 3090", 71.0},      {"RTX 6000 Ada", 364.2},
-                 {"RTX A6000", 154.8},                    {"L40S", 362.0},         {"L4", 121.0},
-                 {"B200", 2250.0},                        {"H200", 989.4},         {"H100 PCIe", 756.0},
-                 {"H100", 989.4},                         {"A100", 312.0},         {"A10", 125.0}};
-    for (size_t i = 0; i < sizeof(cards) / sizeof(cards[0]); i++) {
-        if (strstr(gpu, cards[i].name)) { return cards[i].tflops * 1e12; }
-    }
-    return NAN;
-}
-
-double measure_gemm_peak(cudaStream_t stream) {
+double measure_gemm_peak(void) {
     // FLOP/s of a large square product: what a step is compared with. The best of as many as fit into 100 ms.
     enum { SIZE = 8192 };
     size_t bytes = (size_t)SIZE * SIZE * sizeof(bf16);
     bf16* memory = (bf16*)device_alloc(3 * bytes);
+    cudaStream_t stream;
+    matmul_open();
+    cudaCheck(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     cudaEvent_t begin, end;
     cudaCheck(cudaEventCreate(&begin));
     cudaCheck(cudaEventCreate(&end));
@@ -4923,6 +4653,7 @@ double measure_gemm_peak(cudaStream_t stream) {
         host[i] = f32_to_bf16((float)((i * RAND_GOLDEN >> 40) % 2048) / 1024 - 1);
     }
     cudaCheck(cudaMemcpy(memory, host, 2 * bytes, cudaMemcpyHostToDevice));
+    cudaCheck(cudaDeviceSynchronize()); // the copy is on another stream
     free(host);
     float best = INFINITY, sum = 0;
     while (sum < 100) {
@@ -4938,7 +4669,9 @@ double measure_gemm_peak(cudaStream_t stream) {
     }
     cudaCheck(cudaEventDestroy(begin));
     cudaCheck(cudaEventDestroy(end));
+    cudaCheck(cudaStreamDestroy(stream));
     cudaCheck(cudaFree(memory));
+    matmul_close();
     return 2.0 * SIZE * SIZE * SIZE / best * 1e3;
 }
 
@@ -4983,7 +4716,7 @@ MemoryPlan run_memory_plan(const Run* run, size_t B) {
 
 size_t planned_bytes(const Run* run, size_t B) {
     MemoryPlan plan = run_memory_plan(run, B);
-    return memory_plan_total(&plan);
+    return memory_plan_total(&plan) + (size_t)(0.6 * (1 << 30)); // CUDA's context, its libraries' kernels, NCCL
 }
 
 void print_memory_plan(const Run* run, FILE* file) {
@@ -5001,17 +4734,17 @@ void dry_run(const Run* run) {
     dry_run_counts(run);
     print_memory_plan(run, stdout);
     int devices = 0;
-    size_t free_bytes = 0, total;
+    size_t free_bytes, total;
     bool gpu = cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0 &&
                cudaMemGetInfo(&free_bytes, &total) == cudaSuccess;
     cudaGetLastError();
-    const double cards[] = {24, 32, 48, 80, 96, 141}, cuda_itself = 0.6; // GiB; where there is no GPU
+    const double cards[] = {24, 32, 48, 80, 96, 141}; // where there is no GPU: some that people have
     if (run->opt.memory > 0) {
         largest_batch_print(planned_bytes, run, run->opt.memory * (1 << 30));
     } else if (gpu) {
-        largest_batch_print(planned_bytes, run, (double)free_bytes);
+        largest_batch_print(planned_bytes, run, (double)total);
     } else {
-        for (double gib : cards) { largest_batch_print(planned_bytes, run, (gib - cuda_itself) * (1 << 30)); }
+        for (double gib : cards) { largest_batch_print(planned_bytes, run, gib * (1 << 30)); }
     }
 }
 
@@ -5085,8 +4818,7 @@ void print_launches(const Trainer* t) {
     // of the last step: what --profile says beside the phases
     double microbatches = (double)t->run.opt.grad_accum;
     printf("a microbatch: %.1f kernel launches and matrix products, the host waited %.1f times\n",
-           (double)(cuda_launches - t->clock.launches) / microbatches,
-           (double)(cuda_waits - t->clock.waits) / microbatches);
+           (double)t->clock.launches / microbatches, (double)t->clock.waits / microbatches);
 }
 
 int train(Trainer* t) {
@@ -5098,7 +4830,8 @@ int train(Trainer* t) {
     double flops = run_flops_per_token(&t->run) * (double)opt->tokens_per_step;
     double ranks = t->gpus.num_ranks;
     signal(SIGINT, on_interrupt);
-    if (ranks > 1) { signal(SIGTERM, on_interrupt); } // what mpirun makes of a Ctrl-C
+    signal(SIGTERM, on_interrupt); // what mpirun makes of a Ctrl-C, and Slurm of a time limit
+    signal(SIGUSR1, on_interrupt); // what mpirun passes on and does not follow up with a kill
     if (opt->steps == 0 && opt->out) { trainer_save(t); } // no training: what was loaded, as a checkpoint
     bool stop = false; // looked at once a step: after a Ctrl-C there is a last step, and it is saved
     while (t->step < opt->steps && !stop) {
@@ -5184,6 +4917,14 @@ void trainer_open(Trainer* t) {
     // everything on the device
     const Run* run = &t->run;
     const Options* opt = &run->opt;
+    // NCCL takes its buffers, and the peak is measured, while the card is empty: what does not fit is the model, then
+    MoEConfig padded = config_padded(&run->config);
+    ParamTable places;
+    param_table_build(&places, &padded);
+    size_t bucket = run->trains ? largest_bucket(&places, run->config.num_hidden_layers) : 8; // --eval adds up losses
+    param_table_free(&places);
+    multi_gpu_connect(&t->gpus, bucket, run->trains && strcmp(opt->allreduce_dtype, "bf16") == 0);
+    t->gemm_peak = run->trains && !device_is_emulated(&t->gpus) ? measure_gemm_peak() : NAN;
     model_create(&t->model, &run->config, trainer_switches(opt), (size_t)opt->batch_size, (size_t)opt->seq_len,
                  run->trains || opt->dump);
     if (run->samples) { decoder_create(&t->decoder, &t->model); }
@@ -5193,10 +4934,7 @@ void trainer_open(Trainer* t) {
     if (run->has_batch) { trainer_batch_file(t); }
     trainer_load(t);
     if (run->trains) {
-        multi_gpu_connect(&t->gpus, largest_bucket(&t->model.places, run->config.num_hidden_layers),
-                          strcmp(opt->allreduce_dtype, "bf16") == 0);
         t->nominal_peak = nominal_bf16_peak(t->gpus.properties.name);
-        t->gemm_peak = device_is_emulated(&t->gpus) ? NAN : measure_gemm_peak(t->model.stream);
         print_setup(t);
         bool first = t->gpus.rank == 0;
         logger_open(&t->logger, first ? opt->metrics : NULL, t->step, run->config.num_hidden_layers);
@@ -5205,8 +4943,6 @@ void trainer_open(Trainer* t) {
         if (t->gpus.num_ranks > 1) { profiler_track_name(&t->profiler, TRACK_ALLREDUCE, "all-reduce stream"); }
         t->clock.profiler = &t->profiler;
         t->model.clock = &t->clock;
-    } else {
-        multi_gpu_connect(&t->gpus, 8, false); // --eval adds up losses
     }
 }
 
@@ -5241,7 +4977,7 @@ int main(int argc, char** argv) {
         return 0;
     }
     check_switches(opt, &run->config);
-    multi_gpu_device(&t->gpus);
+    multi_gpu_device(&t->gpus, all_reduce_pack_kernel2);
     planned_run = run;
     out_of_memory_hook = print_plan_out_of_memory;
     run->allocate = opt->pinned ? pinned_alloc : NULL;

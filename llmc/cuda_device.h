@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "cuda_check.h"
+#include <math.h>
 
 // The number of GPUs, at least 1.
 static inline int cuda_count_devices(void) {
@@ -48,6 +49,24 @@ template <class Kernel> inline cudaDeviceProp cuda_use_device(int device, Kernel
     }
     cuda_check(status, "cudaFuncGetAttributes", __FILE__, __LINE__);
     return p;
+}
+
+// dense bf16 FLOP/s with fp32 accumulation, by NVIDIA's data sheets; NAN: not in this table. (Data sheets like to
+// print the figure for sparse matrices, which is twice as large.) The first row that fits counts.
+static inline double nominal_bf16_peak(const char* gpu) {
+    const struct {
+        const char* name;
+        double tflops;
+    } cards[] = {{"RTX PRO 6000 Blackwell Max-Q", 438.9}, {"RTX PRO 6000", 503.8}, {"RTX 5090", 209.5},
+                 {"RTX 4090", 165.2},                     {"RTX 3090", 71.0},      {"RTX 6000 Ada", 364.2},
+                 {"RTX A6000", 154.8},                    {"L40S", 362.0},         {"L40", 181.1},
+                 {"L4", 121.0},                           {"H100 NVL", 835.0},     {"A10G", 70.0},
+                 {"B200", 2250.0},                        {"H200", 989.4},         {"H100 PCIe", 756.0},
+                 {"H100", 989.4},                         {"A100", 312.0},         {"A10", 125.0}};
+    for (size_t i = 0; i < sizeof(cards) / sizeof(cards[0]); i++) {
+        if (strstr(gpu, cards[i].name)) { return cards[i].tflops * 1e12; }
+    }
+    return NAN;
 }
 
 #endif

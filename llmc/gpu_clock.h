@@ -32,7 +32,7 @@ typedef struct {
     int depth;
     cudaEvent_t* buckets;  // two events an all-reduce: when its gradients were ready, when it was done
     size_t num_buckets, buckets_room;
-    long launches, waits;  // of kernels, for the host, when the step began
+    long launches, waits;  // of kernels, for the host: in the step that is under way a count at its start
 } GpuClock;
 
 static inline size_t gpu_clock_record(GpuClock* clock, int phase, int layer, cudaStream_t stream) {
@@ -115,6 +115,8 @@ static inline double gpu_clock_us(const GpuClock* clock, cudaEvent_t event) {
 static inline void gpu_clock_end(GpuClock* clock) {
     // the stream has done everything: hands the profiler the times of the step's phases, boxes and all-reduces
     clock->running = false;
+    clock->launches = cuda_launches - clock->launches;
+    clock->waits = cuda_waits - clock->waits;
     nvtxRangePop();
     double* us = (double*)mallocCheck(clock->num_marks * sizeof(double));
     for (size_t i = 0; i < clock->num_marks; i++) { us[i] = gpu_clock_us(clock, clock->marks[i].event); }

@@ -196,7 +196,7 @@ fi
 cards=$(printf '%s\n' "$gpus" | grep -c .)
 if [ "$cards" -gt 1 ] && command -v mpirun >/dev/null 2>&1; then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-    step train_all_gpus 90 mpirun -n "$cards" $trainer --model $model -t $T -b "$B" --grad-accum $accum -n 8 \
+    step train_all_gpus 90 mpirun --bind-to none -n "$cards" $trainer --model $model -t $T -b "$B" --grad-accum $accum -n 8 \
         -d "$logs/train_*.bin" --profile
     grep '^step' "$logs/train_all_gpus.log" 2>/dev/null | tail -n 1 | sed 's/^/  /' | tee -a "$logs/summary.txt"
 fi

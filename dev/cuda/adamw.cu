@@ -125,64 +125,40 @@ __device__ inline int find_range(const ParamRange* ranges, int num_ranges, size_
     return low > 0 && i < ranges[low - 1].end ? low - 1 : -1;
 }
 
-// 8 floats, 16-byte aligned
-__device__ inline void load8_f32(float (&x)[8], const float* p) {
-    #pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-        uint4 bits = load16(p + i);
-        x[i] = __uint_as_float(bits.x);
-        x[i + 1] = __uint_as_float(bits.y);
-        x[i + 2] = __uint_as_float(bits.z);
-        x[i + 3] = __uint_as_float(bits.w);
-    }
-}
-__device__ inline void store8_f32(float* p, const float (&x)[8]) {
-    #pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-        store16(p + i, make_uint4(__float_as_uint(x[i]), __float_as_uint(x[i + 1]), __float_as_uint(x[i + 2]),
-                                  __float_as_uint(x[i + 3])));
-    }
-}
-
-// A thread owns 8 neighbouring elements; ranges begin at multiples of 8, so they are of one range. (Behind its end may
-// lie padding, whose parameters, gradients and moments are 0: the formulas keep them 0.) Bound by memory: each array
-// is read and written once.
+// A thread owns 4 neighbouring elements, 16 bytes of each fp32 array, so that a warp reads and writes whole lines;
+// ranges begin at multiples of 8, so they are of one range. (Behind its end may lie padding, whose parameters,
+// gradients and moments are 0: the formulas keep them 0.) Bound by memory: each array is read and written once.
 __global__ void __launch_bounds__(256) adamw_fused_kernel2(bf16* params, float* master, const float* grads, float* m,
                                                            float* v, const float* norm, const ParamRange* ranges,
                                                            int num_ranges, size_t count, AdamW a) {
-    size_t first = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 8;
+    size_t first = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (first >= count || !isfinite(*norm)) { return; }
     int range = find_range(ranges, num_ranges, first);
     if (range < 0) { return; }
     bool decays = ranges[range].decays;
     float scale = clip_scale(*norm, a.grad_clip);
-    float p[8], g[8], m8[8], v8[8];
-    load8_f32(g, grads + first);
-    load8_f32(m8, m + first);
-    load8_f32(v8, v + first);
+    uint64_t random = random_bits(a.rounding_key, first / 4);
+    float p[4], g[4], m4[4], v4[4];
+    load4(g, grads + first);
+    load4(m4, m + first);
+    load4(v4, v + first);
     if (master != NULL) {
-        load8_f32(p, master + first);
+        load4(p, master + first);
     } else {
-        load8(p, params + first);
+        load4(p, params + first);
     }
     #pragma unroll
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 4; i++) {
         float gi = g[i] * scale;
-        m8[i] = a.beta1 * m8[i] + (1 - a.beta1) * gi;
-        v8[i] = a.beta2 * v8[i] + (1 - a.beta2) * gi * gi;
-        p[i] = adamw_update(p[i], m8[i], v8[i], a, decays);
+        m4[i] = a.beta1 * m4[i] + (1 - a.beta1) * gi;
+        v4[i] = a.beta2 * v4[i] + (1 - a.beta2) * gi * gi;
+        p[i] = adamw_update(p[i], m4[i], v4[i], a, decays);
+        if (master == NULL) { p[i] = round_stochastic(p[i], random, first + i); }
     }
-    store8_f32(m + first, m8);
-    store8_f32(v + first, v8);
-    if (master != NULL) {
-        store8_f32(master + first, p);
-    } else {
-        #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            p[i] = round_stochastic(p[i], random_bits(a.rounding_key, (first + i) / 4), first + i);
-        }
-    }
-    store8(params + first, p);
+    store4(m + first, m4);
+    store4(v + first, v4);
+    if (master != NULL) { store4(master + first, p); }
+    store4(params + first, p);
 }
 
 void adamw_fused(bf16* params, float* master, const float* grads, float* m, float* v, const float* norm,
@@ -196,7 +172,7 @@ void adamw_fused(bf16* params, float* master, const float* grads, float* m, floa
         fatal("adamw_fused: params, master, grads, m and v must be 16-byte aligned, are at %p, %p, %p, %p, %p",
               (void*)params, (void*)master, (const void*)grads, (void*)m, (void*)v);
     }
-    adamw_fused_kernel2<<<(unsigned)ceil_div(count, 256 * 8), 256, 0, stream>>>(params, master, grads, m, v, norm,
+    adamw_fused_kernel2<<<(unsigned)ceil_div(count, 256 * 4), 256, 0, stream>>>(params, master, grads, m, v, norm,
                                                                                 ranges, num_ranges, count, a);
     launchCheck("adamw_fused_kernel2");
 }

@@ -70,6 +70,26 @@ __device__ inline void store8(bf16* p, const float (&x)[8]) {
     store16(p, make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]), pack2(x[6], x[7])));
 }
 
+// 4 bf16 as floats, 8-byte aligned, and 4 floats, 16-byte aligned
+__device__ inline void load4(float (&x)[4], const bf16* p) {
+    uint2 bits = *(const uint2*)p;
+    x[0] = __uint_as_float(bits.x << 16);
+    x[1] = __uint_as_float(bits.x & 0xffff0000u);
+    x[2] = __uint_as_float(bits.y << 16);
+    x[3] = __uint_as_float(bits.y & 0xffff0000u);
+}
+__device__ inline void load4(float (&x)[4], const float* p) {
+    float4 y = *(const float4*)p;
+    x[0] = y.x;
+    x[1] = y.y;
+    x[2] = y.z;
+    x[3] = y.w;
+}
+__device__ inline void store4(bf16* p, const float (&x)[4]) {
+    *(uint2*)p = make_uint2(pack2(x[0], x[1]), pack2(x[2], x[3]));
+}
+__device__ inline void store4(float* p, const float (&x)[4]) { *(float4*)p = make_float4(x[0], x[1], x[2], x[3]); }
+
 // ----------------------------------------------------------------------------
 // the CPU reference: cpu::rmsnorm_forward and so on are the functions of train_moe_cpu.c
 

@@ -94,7 +94,7 @@ void matmul_plan_make(MatmulPlan* plan, MatmulShape s) {
     int found = 0;
     cublasCheck(cublasLtMatmulAlgoGetHeuristic(matmul.handle, plan->desc, plan->b, plan->a, plan->c, plan->c,
                                                matmul.preference, 1, &best, &found));
-    if (found == 0) {
+    if (found == 0 || best.state != CUBLAS_STATUS_SUCCESS) {
         fatal("gemm: cuBLASLt knows no algorithm for M %zu, N %zu, K %zu (lda %zu, ldb %zu, ldc %zu, kind %zu); a "
               "newer CUDA may", s.M, s.N, s.K, s.lda, s.ldb, s.ldc, s.kind);
     }
@@ -146,6 +146,7 @@ void gemm(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const bf16* 
     shape.kind = (size_t)trans_a + 2 * (size_t)trans_b + 4 * (size_t)(c_type == CUDA_R_32F);
     const MatmulPlan* plan = matmul_plan(shape);
     float alpha = 1;
+    cuda_launches++;
     cublasCheck(cublasLtMatmul(matmul.handle, plan->desc, &alpha, b, plan->b, a, plan->a, &beta, c, plan->c, c,
                                plan->c, &plan->algo, matmul.workspace, matmul.workspace_bytes, stream));
 }

@@ -202,25 +202,6 @@ void qk_norm_rope_backward2(bf16* d_qkv, float* d_q_norm, float* d_k_norm, const
 // ----------------------------------------------------------------------------
 // kernel 3, as in train_moe.cu
 
-// 4 bf16 as floats, 8-byte aligned, and 4 floats, 16-byte aligned
-__device__ inline void load4(float (&x)[4], const bf16* p) {
-    uint2 bits = *(const uint2*)p;
-    x[0] = __uint_as_float(bits.x << 16);
-    x[1] = __uint_as_float(bits.x & 0xffff0000u);
-    x[2] = __uint_as_float(bits.y << 16);
-    x[3] = __uint_as_float(bits.y & 0xffff0000u);
-}
-__device__ inline void load4(float (&x)[4], const float* p) {
-    float4 y = *(const float4*)p;
-    x[0] = y.x;
-    x[1] = y.y;
-    x[2] = y.z;
-    x[3] = y.w;
-}
-__device__ inline void store4(bf16* p, const float (&x)[4]) {
-    *(uint2*)p = make_uint2(pack2(x[0], x[1]), pack2(x[2], x[3]));
-}
-
 // sum over a group of `lanes` lanes, a power of 2; every lane gets its group's
 __device__ inline float group_sum(float x, int lanes) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }

@@ -1,0 +1,270 @@
+// multi_gpu.h: the processes of a run, one a GPU: who they are, how they begin and end together. MPI starts them and
+// carries what lies in host memory. What travels between their GPUs stands in train_moe.cu. With one rank nothing here
+// touches MPI or NCCL; built with NO_MPI=1 or NO_NCCL=1 there is one rank only.
+#ifndef LLMC_MULTI_GPU_H
+#define LLMC_MULTI_GPU_H
+
+#include "check.h"
+#include "cuda_check.h"
+#include "cuda_device.h"
+#include "profiler.h"
+#include <cuda_bf16.h>
+#if defined(NO_MPI) || defined(NO_NCCL)
+#define ONE_RANK_ONLY
+#else
+#include "nccl_check.h" // MPI and NCCL
+#endif
+
+typedef struct {
+    int rank, num_ranks;            // among all processes
+    int local_rank, local_ranks;    // among those of this machine
+    int device, num_devices;        // the GPU of this rank; how many this machine has
+    cudaDeviceProp properties;      // of that GPU
+    bool bf16_gradients;            // what travels: bf16 or fp32
+    double timeout;                 // seconds after which ranks no longer wait for each other's gradients
+    int nccl_version;               // 22809 is 2.28.9; 0 with one rank
+    double connect_ms;              // for connecting and the self-test
+    cudaStream_t stream;            // of all collectives
+#ifndef ONE_RANK_ONLY
+    bool first;                     // rank 0, while the others wait for it to go first
+    ncclComm_t comm;
+    cudaEvent_t ready, done;        // what compute had to write is written; the collectives issued so far are done
+    __nv_bfloat16* staging;         // (largest bucket) gradients on their way
+#endif
+} MultiGpu;
+
+// How many processes a launcher says that it started, in the variables of Open MPI, MPICH and Intel MPI, MVAPICH, and
+// Slurm's srun. 0: nobody says anything.
+static inline int launcher_ranks(void) {
+    const char* names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"};
+    for (int i = 0; i < 4; i++) {
+        const char* value = getenv(names[i]);
+        if (value != NULL && atoi(value) > 0) { return atoi(value); }
+    }
+    return 0;
+}
+
+#ifdef ONE_RANK_ONLY
+
+static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
+    (void)argc, (void)argv;
+    memset(g, 0, sizeof(*g));
+    g->num_ranks = g->local_ranks = 1;
+    if (launcher_ranks() > 1) {
+        fatal("started as %d processes, but this program was built without MPI or NCCL (NO_MPI=1, NO_NCCL=1) and knows "
+              "one GPU: build it anew with both, or start it without mpirun", launcher_ranks());
+    }
+}
+static inline void multi_gpu_first(MultiGpu* g) { (void)g; }
+static inline void multi_gpu_rest(MultiGpu* g) { (void)g; }
+static inline void multi_gpu_let_rank0_speak(const MultiGpu* g) { (void)g; }
+template <class Kernel> void multi_gpu_device(MultiGpu* g, Kernel kernel) {
+    g->num_devices = cuda_count_devices();
+    g->properties = cuda_use_device(g->device, kernel);
+}
+static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
+    (void)g;
+    cudaCheck(cudaEventSynchronize(event));
+}
+static inline void multi_gpu_barrier(MultiGpu* g) { (void)g; }
+static inline void multi_gpu_broadcast(MultiGpu* g, void* data, size_t bytes) { (void)g, (void)data, (void)bytes; }
+static inline bool multi_gpu_stop_flag(MultiGpu* g, bool mine) {
+    (void)g;
+    return mine;
+}
+static inline void multi_gpu_close(MultiGpu* g) { (void)g; }
+
+#else
+
+static MultiGpu* multi_gpu_at_exit; // whose MPI has to be finished, NULL: none
+
+// All ranks tell each other a number, and get the largest. Nobody goes on before all are here; who is not after
+// `seconds` is named. Waits without using a core: rank 0 may write a checkpoint for minutes.
+static inline int multi_gpu_meet(MultiGpu* g, int mine, double seconds) {
+    size_t R = (size_t)g->num_ranks;
+    MPI_Request* requests = (MPI_Request*)mallocCheck(2 * R * sizeof(MPI_Request));
+    int* theirs = (int*)callocCheck(R, sizeof(int));
+    for (int r = 0; r < g->num_ranks; r++) {
+        mpiCheck(MPI_Irecv(&theirs[r], 1, MPI_INT, r, 0, MPI_COMM_WORLD, &requests[r]));
+        mpiCheck(MPI_Isend(&mine, 1, MPI_INT, r, 0, MPI_COMM_WORLD, &requests[R + (size_t)r]));
+    }
+    double begin = profiler_clock_us();
+    for (int done = 0; !done; usleep(100)) {
+        mpiCheck(MPI_Testall(2 * g->num_ranks, requests, &done, MPI_STATUSES_IGNORE));
+        if (done || profiler_clock_us() - begin < 1e6 * seconds) { continue; }
+        if (g->rank > 0) { sleep(2); } // rank 0 speaks for all, if it can
+        for (int r = 0; r < g->num_ranks; r++) {
+            mpiCheck(MPI_Test(&requests[r], &done, MPI_STATUS_IGNORE));
+            if (done) { continue; }
+            fatal("rank %d has not come for %.0f s (MOE_NCCL_TIMEOUT): has it been stopped?", r, seconds);
+        }
+    }
+    int largest = mine;
+    for (size_t r = 0; r < R; r++) { largest = theirs[r] > largest ? theirs[r] : largest; }
+    free(theirs);
+    free(requests);
+    return largest;
+}
+// Whatever one rank does alone (a checkpoint, a sample) needs a barrier after it: a rank that waits in an all-reduce
+// takes the others for lost much sooner.
+static inline void multi_gpu_barrier(MultiGpu* g) {
+    if (g->num_ranks > 1) { multi_gpu_meet(g, 0, 60 * g->timeout); }
+}
+// true on all ranks if it is on any: a Ctrl-C that one of them got stops all after the same step
+static inline bool multi_gpu_stop_flag(MultiGpu* g, bool mine) {
+    return g->num_ranks > 1 ? multi_gpu_meet(g, mine, g->timeout) != 0 : mine;
+}
+// what rank 0 has in data (host memory), for all
+static inline void multi_gpu_broadcast(MultiGpu* g, void* data, size_t bytes) {
+    if (g->num_ranks == 1) { return; }
+    MPI_Request request;
+    mpiCheck(MPI_Ibcast(data, (int)bytes, MPI_BYTE, 0, MPI_COMM_WORLD, &request));
+    for (int done = 0; !done; usleep(100)) { mpiCheck(MPI_Test(&request, &done, MPI_STATUS_IGNORE)); }
+}
+
+// before a fatal() that all ranks come to alike: one message is enough, and rank 0's ends them all
+static inline void multi_gpu_let_rank0_speak(const MultiGpu* g) {
+    if (g->rank > 0) { sleep(10); }
+}
+
+// One GPU a rank, the same for the whole run. kernel: any of the program's, to see that the GPU can load it.
+template <class Kernel> void multi_gpu_device(MultiGpu* g, Kernel kernel) {
+    if (cudaGetDeviceCount(&g->num_devices) != cudaSuccess) { multi_gpu_let_rank0_speak(g); }
+    g->num_devices = cuda_count_devices();
+    g->device = g->local_rank % g->num_devices;
+    g->properties = cuda_use_device(g->device, kernel);
+}
+
+// Slurm may show each rank its own GPU only; that two ranks do not share one is therefore seen by the GPUs' names, not
+// by their number.
+static inline void multi_gpu_check_devices(MultiGpu* g) {
+    typedef struct { char bus[32]; cudaUUID_t uuid; } Name; // the uuid tells the parts of a GPU from each other (MIG)
+    MPI_Comm node;
+    mpiCheck(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, g->rank, MPI_INFO_NULL, &node));
+    Name mine, *names = (Name*)callocCheck((size_t)g->local_ranks, sizeof(Name));
+    memset(&mine, 0, sizeof(mine));
+    cudaCheck(cudaDeviceGetPCIBusId(mine.bus, sizeof(mine.bus), g->device));
+    mine.uuid = g->properties.uuid;
+    mpiCheck(MPI_Allgather(&mine, sizeof(mine), MPI_BYTE, names, sizeof(mine), MPI_BYTE, node));
+    int different = 0;
+    for (int i = 0; i < g->local_ranks; i++) {
+        int earlier = 0;
+        while (memcmp(&names[earlier], &names[i], sizeof(Name)) != 0) { earlier++; }
+        different += earlier == i;
+    }
+    if (different < g->local_ranks) {
+        multi_gpu_let_rank0_speak(g);
+        fatal("%d ranks on this machine, but only %d GPU%s for them: one process a GPU, mpirun -n %d "
+              "(CUDA_VISIBLE_DEVICES chooses which)", g->local_ranks, different, different == 1 ? "" : "s", different);
+    }
+    free(names);
+    mpiCheck(MPI_Comm_free(&node));
+}
+
+// What stands between multi_gpu_first and multi_gpu_rest rank 0 does before the others do it, so that a wrong option or
+// a missing file is reported once. Where it ends the program there (--help), the others end with it.
+static inline void multi_gpu_first(MultiGpu* g) {
+    int go_on = 0;
+    g->first = g->rank == 0;
+    if (g->rank > 0) { multi_gpu_broadcast(g, &go_on, sizeof(go_on)); }
+    if (g->rank > 0 && !go_on) { exit(0); }
+}
+static inline void multi_gpu_rest(MultiGpu* g) {
+    int go_on = 1;
+    if (g->first) { multi_gpu_broadcast(g, &go_on, sizeof(go_on)); }
+    g->first = false;
+    if (g->num_ranks > 1) { multi_gpu_check_devices(g); } // here all ranks are together
+}
+
+static inline void finish_at_exit(void) {
+    MultiGpu* g = multi_gpu_at_exit;
+    if (g == NULL) { return; }
+    multi_gpu_at_exit = NULL;
+    int go_on = 0;
+    if (g->first) { multi_gpu_broadcast(g, &go_on, sizeof(go_on)); }
+    fatal_hook = NULL;
+    MPI_Finalize(); // a rank that leaves without it looks like a crash to mpirun
+}
+
+static inline void multi_gpu_name_rank(const MultiGpu* g) { // its messages begin with "train_moe: rank 3: "
+    static char name[80];
+    snprintf(name, sizeof(name), "%.60s: rank %d", program_name, g->rank);
+    program_name = name;
+}
+
+// MPI, and who we are; nothing of CUDA yet. Afterwards only rank 0 prints to stdout.
+static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
+    memset(g, 0, sizeof(*g));
+    g->num_ranks = g->local_ranks = 1;
+    const char* seconds = getenv("MOE_NCCL_TIMEOUT");
+    g->timeout = seconds != NULL && atof(seconds) > 0 ? atof(seconds) : 60;
+    int started = launcher_ranks();
+    if (started == 1 || (started == 0 && getenv("PMIX_RANK") == NULL)) { return; } // one rank: no MPI
+    int threads;
+    if (MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &threads) != MPI_SUCCESS) { fatal("MPI_Init failed"); }
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); // mpiCheck prints them
+    mpiCheck(MPI_Comm_rank(MPI_COMM_WORLD, &g->rank));
+    mpiCheck(MPI_Comm_size(MPI_COMM_WORLD, &g->num_ranks));
+    if (g->num_ranks == 1 && launcher_ranks() > 1) {
+        fatal("%d processes were started, but this program's MPI sees only itself: mpirun belongs to another MPI than "
+              "the one it was built with (or srun needs --mpi=pmix)", launcher_ranks());
+    }
+    ranks_any_thread = threads == MPI_THREAD_MULTIPLE; // the loader's thread may fail, too
+    ranks_abort_together();
+    multi_gpu_at_exit = g;
+    atexit(finish_at_exit);
+    MPI_Comm node;
+    mpiCheck(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, g->rank, MPI_INFO_NULL, &node));
+    mpiCheck(MPI_Comm_rank(node, &g->local_rank));
+    mpiCheck(MPI_Comm_size(node, &g->local_ranks));
+    mpiCheck(MPI_Comm_free(&node));
+    if (g->rank == 0) { return; }
+    multi_gpu_name_rank(g);
+    if (freopen("/dev/null", "w", stdout) == NULL) { fatal("cannot open /dev/null"); }
+}
+
+// The host waits for an event of this rank's GPU. A collective that some rank never joins does not end by itself, so
+// the host looks for NCCL's errors meanwhile, and at how long ago this rank did its own part.
+static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
+    if (g->num_ranks == 1) {
+        cudaCheck(cudaEventSynchronize(event));
+        return;
+    }
+    double since = 0; // since when this rank has done its part of a collective and waits for others; 0: it does not
+    for (;;) {
+        cudaError_t status = cudaEventQuery(event);
+        if (status == cudaSuccess) { return; }
+        if (status != cudaErrorNotReady) { cudaCheck(status); }
+        ncclResult_t result = ncclSuccess;
+        ncclCheck(ncclCommGetAsyncError(g->comm, &result));
+        if (result != ncclSuccess && result != ncclInProgress) {
+            nccl_check(result, "averaging over ranks", __FILE__, __LINE__);
+        }
+        double now = profiler_clock_us();
+        bool waits = cudaStreamQuery(g->stream) == cudaErrorNotReady && cudaEventQuery(g->ready) == cudaSuccess;
+        if (!waits || since == 0) { since = waits ? now : 0; }
+        if (waits && now - since > 1e6 * g->timeout) {
+            if (g->rank > 0) { sleep(2); } // rank 0 speaks for all, if it can
+            fatal("other ranks have not come to an all-reduce within %.0f s (MOE_NCCL_TIMEOUT): has one been stopped, "
+                  "or a GPU been lost? Try: %s", g->timeout, nccl_advice());
+        }
+        cudaGetLastError(); // "not ready" is no error, but is kept as the last one
+        usleep(100);
+    }
+}
+
+static inline void multi_gpu_close(MultiGpu* g) {
+    if (g->num_ranks > 1 && g->comm != NULL) {
+        cudaCheck(cudaStreamSynchronize(g->stream));
+        ncclCheck(ncclCommDestroy(g->comm));
+        cudaCheck(cudaStreamDestroy(g->stream));
+        cudaCheck(cudaEventDestroy(g->ready));
+        cudaCheck(cudaEventDestroy(g->done));
+        cudaCheck(cudaFree(g->staging));
+        g->comm = NULL;
+    }
+    finish_at_exit();
+}
+#endif
+
+#endif
