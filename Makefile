@@ -61,7 +61,7 @@ C_FLAGS := -std=c11 $(WARN) -I. -fno-math-errno $(OPENMP_FLAGS)
 LIBS := -lcjson -lm -lpthread
 HEADERS := $(wildcard llmc/*.h llmc/*.cuh)
 
-.PHONY: all demo test test-deps test-long test-hf bench-cpu deps found clean help train-demo test-run
+.PHONY: all demo test test-deps test-long test-hf bench-cpu ladder run-ladder deps found clean help train-demo test-run
 .PHONY: test_moe test_moe_emu bench deps-cuda deps-cudnn found-gpu found-emu
 
 all: found train_moe_cpu
@@ -268,6 +268,14 @@ $(BUILD)/bench_cpu: dev/bench/bench_cpu.c train_moe_cpu.c $(HEADERS) $(BUILD)/fl
 	@mkdir -p $(BUILD)
 	$(CC) $(CFLAGS) $(C_FLAGS) $(GEMM_FLAGS) $< -o $@ $(GEMM_LIBS) $(LIBS) $(LDFLAGS)
 
+# the ladder (dev/bench/ladder.py): what each switch brings on this machine. TRAINER=cpu|gpu|emu MODEL=demo MINUTES=10 AGAINST=old.json
+ladder: deps
+	@$(MAKE) --no-print-directory run-ladder
+
+run-ladder: all
+	@python3 dev/bench/ladder.py $(if $(TRAINER),--trainer $(TRAINER)) $(if $(MODEL),--model $(MODEL)) \
+	    $(if $(MINUTES),--minutes $(MINUTES)) $(if $(AGAINST),--against $(AGAINST)) $(LADDER)
+
 # numpy, safetensors (tests) and matplotlib (plots), apart from the system's Python
 $(PYTHON): dev/requirements.txt
 	python3 -m venv $(BUILD)/venv
@@ -287,3 +295,4 @@ help:
 	@echo "# make deps    installs the libraries (apt, as root or with sudo), or says which ones are missing"
 	@echo "# make deps-cuda (nvcc, cuBLAS, NCCL from PyPI), make deps-cudnn (for USE_CUDNN=1)"
 	@echo "# make test-long, make test-hf (needs torch and transformers), make bench-cpu, make clean"
+	@echo "# make ladder  what each speed switch brings on this machine, ten minutes (TRAINER=cpu|gpu|emu MODEL=NAME MINUTES=N AGAINST=OLD.json)"
