@@ -1,4 +1,4 @@
-// Token shards (or text, tokenised on the fly) -> batches of tokens and targets, in a seeded order that any rank can
+// Token shards (or text, tokenised here) -> batches of tokens and targets, in a seeded order that any rank can
 // compute. Memory does not grow with the data: files are mapped, the shuffle is a formula, one thread prepares one
 // batch ahead.
 #ifndef LLMC_DATALOADER_H
@@ -51,7 +51,7 @@ typedef struct {
 // One stream of tokens: a mapped shard, or all the text files together as one.
 typedef struct {
     char* path;
-    unsigned char* map;      // NULL for the text stream
+    unsigned char* map;      // NULL where the stream is text, byte by byte
     size_t map_size;
     int token_bytes;         // 4 or 2
     bool vouched;            // its header says that all ids are below a vocab_size the model has
@@ -83,7 +83,7 @@ typedef struct {
     int vocab_size;         // largest the shards' headers name, 0: unknown
     int eot_id;
 
-    Document* documents;    // text only; one more at the end, where the stream ends
+    Document* documents;    // of text whose bytes are its tokens, else NULL; one more at the end, where the stream ends
     size_t num_documents;
     Tokenizer own_tokenizer;
     unsigned char** text_maps;
@@ -250,6 +250,46 @@ static inline uint64_t documents_of_file(DataLoader* l, size_t* room, const unsi
     return num_tokens;
 }
 
+// Where a token may have several bytes, nobody knows which is the thousandth without those before it: so the documents
+// are encoded now, into a file without a name, which is mapped like any shard.
+static inline void text_encode(DataLoader* l) {
+    const char* folder = getenv("TMPDIR");
+    char* path = str_format("%s/moe-tokens-XXXXXX", folder != NULL && folder[0] != '\0' ? folder : "/tmp");
+    int fd = mkstemp(path);
+    FILE* fp = fd >= 0 ? fdopen(fd, "w+b") : NULL;
+    if (fp == NULL) { fatal("cannot write tokens to %s: %s; name another folder with TMPDIR", path, strerror(errno)); }
+    unlink(path);
+    TokenList list;
+    char err[1200];
+    const int32_t header[SHARD_HEADER_INTS] = {0};
+    memset(&list, 0, sizeof(list));
+    list.file = fp;
+    list.path = path;
+    token_list_reserve(&list, 1 << 16);
+    fwriteCheck(header, sizeof(header), 1, fp, path);
+    for (size_t d = 0; d < l->num_documents; d++) {
+        const Document* doc = &l->documents[d];
+        size_t length = (size_t)(doc[1].first_token - doc->first_token - 1);
+        token_list_add(&list, l->eot_id);
+        if (!tokenizer_encode(l->opt.tokenizer, (const char*)doc->text, length, &list, err, sizeof(err))) {
+            fatal("%s: %s", l->opt.pattern, err);
+        }
+    }
+    token_list_flush(&list);
+    if (fflush(fp) != 0) { fatal("writing tokens to %s failed: %s; is the disk full?", path, strerror(errno)); }
+    Shard* s = &l->shards[0];
+    s->num_tokens = list.written;
+    s->token_bytes = sizeof(int);
+    s->map_size = sizeof(header) + (size_t)list.written * sizeof(int);
+    s->map = (unsigned char*)mmap(NULL, s->map_size, PROT_READ, MAP_PRIVATE, fileno(fp), 0);
+    if (s->map == MAP_FAILED) { fatal("cannot map %s (%zu bytes): %s", path, s->map_size, strerror(errno)); }
+    fclose(fp); // the map stays
+    token_list_free(&list);
+    free(path);
+    free(l->documents);
+    l->documents = NULL;
+}
+
 // All text files, in the glob's order, as one stream.
 static inline void text_open(DataLoader* l, const glob_t* files) {
     if (l->opt.tokenizer == NULL) {
@@ -257,10 +297,9 @@ static inline void text_open(DataLoader* l, const glob_t* files) {
         l->opt.tokenizer = &l->own_tokenizer;
     }
     const Tokenizer* tok = l->opt.tokenizer;
-    if (!tokenizer_can_encode(tok) || tok->eot_id < 0) {
-        fatal("only the byte tokenizer can read text while training; make shards of %s with prepro/ and drop "
-              "--tokenize inline", l->opt.pattern);
-    }
+    if (tokenizer_refusal(tok) != NULL) { fatal("--tokenize inline: %s", tokenizer_refusal(tok)); }
+    l->eot_id = tok->eot_id >= 0 ? tok->eot_id : l->opt.eot_id;
+    if (l->eot_id < 0) { fatal("--tokenize inline: neither the tokenizer nor the model says which token opens a document"); }
     if (l->opt.vocab_size > 0 && tok->vocab_size > l->opt.vocab_size) {
         fatal("the tokenizer has %d tokens, but the model's vocabulary only %d", tok->vocab_size, l->opt.vocab_size);
     }
@@ -286,8 +325,8 @@ static inline void text_open(DataLoader* l, const glob_t* files) {
     document_add(l, &room, NULL, s->num_tokens);
     l->num_documents--; // the last one only marks the end
     l->vocab_size = tok->vocab_size;
-    l->eot_id = tok->eot_id;
     l->num_shards = 1;
+    if (tok->encoder != NULL) { text_encode(l); }
 }
 
 // ----------------------------------------------------------------------------
@@ -386,7 +425,7 @@ static inline bool dataloader_fill_row(DataLoader* l, uint64_t sequence, int* x,
     size_t T = l->opt.T;
     uint64_t begin = (sequence - s->first_sequence) * T;
     int last; // the target of the row's last token
-    if (l->opt.text) {
+    if (l->documents != NULL) {
         text_tokens(l, begin, T, x);
         text_tokens(l, begin + T, 1, &last);
     } else if (!shard_tokens(l, s, begin, T, x) || !shard_tokens(l, s, begin + T, 1, &last)) {
@@ -453,7 +492,7 @@ static inline uint64_t dataloader_fingerprint(const DataLoader* l) {
         uint64_t stride = s->num_tokens / SAMPLES + 1;
         for (uint64_t at = 0; at < s->num_tokens; at += stride) {
             int id;
-            if (l->opt.text) { text_tokens(l, at, 1, &id); } else { id = (int)shard_token(s, at); }
+            if (l->documents != NULL) { text_tokens(l, at, 1, &id); } else { id = (int)shard_token(s, at); }
             hash = hash64(hash ^ (uint32_t)id);
         }
     }

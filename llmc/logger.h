@@ -284,7 +284,8 @@ static inline void logger_open(Logger* log, const char* metrics_path, int64_t re
     memset(log, 0, sizeof(*log));
     log->fd = -1;
     log->start_step = -1;
-    log->terminal = isatty(STDOUT_FILENO) && getenv("NO_PROGRESS") == NULL;
+    // stderr as well: mpirun gives its first rank a terminal as stdout even where its own output goes to a file
+    log->terminal = isatty(STDOUT_FILENO) && isatty(STDERR_FILENO) && getenv("NO_PROGRESS") == NULL;
     if (metrics_path != NULL) { metrics_open(log, metrics_path, resumed_step, num_layers); }
 }
 

@@ -92,7 +92,7 @@ static inline int multi_gpu_meet(MultiGpu* g, int mine, double seconds) {
     for (int done = 0; !done; usleep(100)) {
         mpiCheck(MPI_Testall(2 * g->num_ranks, requests, &done, MPI_STATUSES_IGNORE));
         if (done || profiler_clock_us() - begin < 1e6 * seconds) { continue; }
-        if (g->rank > 0) { sleep(2); } // rank 0 speaks for all, if it can
+        if (g->rank > 0) { sleep_through(2); } // rank 0 speaks for all, if it can
         for (int r = 0; r < g->num_ranks; r++) {
             mpiCheck(MPI_Test(&requests[r], &done, MPI_STATUS_IGNORE));
             if (done) { continue; }
@@ -124,7 +124,7 @@ static inline void multi_gpu_broadcast(MultiGpu* g, void* data, size_t bytes) {
 
 // before a fatal() that all ranks come to alike: one message is enough, and rank 0's ends them all
 static inline void multi_gpu_let_rank0_speak(const MultiGpu* g) {
-    if (g->rank > 0) { sleep(10); }
+    if (g->rank > 0) { sleep_through(10); }
 }
 
 // One GPU a rank, the same for the whole run. kernel: any of the program's, to see that the GPU can load it.
@@ -244,7 +244,7 @@ static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
         bool waits = cudaStreamQuery(g->stream) == cudaErrorNotReady && cudaEventQuery(g->ready) == cudaSuccess;
         if (!waits || since == 0) { since = waits ? now : 0; }
         if (waits && now - since > 1e6 * g->timeout) {
-            if (g->rank > 0) { sleep(2); } // rank 0 speaks for all, if it can
+            if (g->rank > 0) { sleep_through(2); } // rank 0 speaks for all, if it can
             fatal("other ranks have not come to an all-reduce within %.0f s (MOE_NCCL_TIMEOUT): has one been stopped, "
                   "or a GPU been lost? Try: %s", g->timeout, nccl_advice());
         }

@@ -27,6 +27,11 @@ static inline void ranks_abort(void) {
     _exit(1); // not from here: mpirun notices, and ends the others
 }
 
+// sleep() that a signal does not cut short: mpirun sends one to the ranks that wait for another's message
+static inline void sleep_through(unsigned seconds) {
+    while (seconds > 0) { seconds = sleep(seconds); }
+}
+
 static char watchdog_message[1500];
 
 static inline void watchdog_fires(int signal_number) {
@@ -86,7 +91,7 @@ static inline void mpi_check(int status, const char* call, const char* file, int
 
 static inline void nccl_check(ncclResult_t status, const char* call, const char* file, int line) {
     if (status == ncclSuccess) { return; }
-    if (status == ncclRemoteError) { sleep(3); } // another rank failed first: it says why and ends this one meanwhile
+    if (status == ncclRemoteError) { sleep_through(3); } // another rank failed first: it says why and ends this one meanwhile
     const char* detail = ncclGetLastError(NULL);
     fatal("%s failed: %s%s%s (%s:%d); try: %s", call, ncclGetErrorString(status), detail != NULL && *detail ? ": " : "",
           detail != NULL ? detail : "", file, line, nccl_advice());

@@ -42,16 +42,15 @@ typedef struct {
 
 static inline Prompt prompt_read(const char* text, const Tokenizer* tokenizer, int eot, const MoEConfig* config) {
     text = text != NULL ? text : "";
-    Prompt p = {(int*)mallocCheck((strlen(text) + 1) * sizeof(int)), 0, eot};
-    if (eot >= 0) { p.tokens[p.count++] = eot; }
+    TokenList list;
+    char err[1200];
+    memset(&list, 0, sizeof(list));
+    if (eot >= 0) { token_list_add(&list, eot); }
     if (text[0] != '\0' && tokenizer == NULL) {
         fatal("--prompt needs a tokenizer: there is no tokenizer.json beside the model or the data");
     }
-    if (text[0] != '\0' && !tokenizer_can_encode(tokenizer)) {
-        fatal("--prompt: this model's tokenizer.json has merges, and only byte tokenizers can encode a prompt here: leave "
-              "--prompt out");
-    }
-    if (text[0] != '\0') { p.count += tokenizer_encode(tokenizer, text, strlen(text), p.tokens + p.count); }
+    if (text[0] != '\0' && !tokenizer_encode(tokenizer, text, strlen(text), &list, err, sizeof(err))) { fatal("--prompt: %s", err); }
+    Prompt p = {list.ids, list.count, eot};
     if (p.count == 0) { fatal("a sample needs a beginning: config.json names no eos_token_id, so give --prompt"); }
     for (size_t i = 0; i < p.count; i++) {
         if (p.tokens[i] < config->vocab_size) { continue; }
