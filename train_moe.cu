@@ -1842,25 +1842,9 @@ void router_forward(float* router_logits, float* router_probs, float* router_lse
 
 const int STATS_BLOCKS = 128; // parts of the tokens that router_stats_add sums by themselves
 
-// A block owns 1/STATS_BLOCKS of the tokens and 32 columns: the E probabilities, then lse^2 of counted tokens. A lane
-// owns a column, a warp each eighth token. Bound by latency: 2 MB for 32768 tokens and 16 experts.
-__global__ void __launch_bounds__(256)
-router_stats_kernel1(float* partials, const float* router_probs, const float* router_lse, const int* targets,
-                     size_t N, int E) {
-    __shared__ float sums[8][32];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.y * 32 + lane;
-    size_t tokens = ceil_div(N, gridDim.x), begin = blockIdx.x * tokens, end = begin + tokens < N ? begin + tokens : N;
-    float sum = 0;
-    for (size_t n = begin + warp; n < end; n += 8) {
-        if (column < E) { sum += router_probs[n * E + column]; }
-        if (column == E && targets[n] >= 0) { sum += router_lse[n] * router_lse[n]; }
-    }
-    sums[warp][lane] = sum;
-    __syncthreads(); // the sums of all warps are there
-    if (warp == 0 && column <= E) {
-        for (int i = 1; i < 8; i++) { sum += sums[i][lane]; }
-        partials[blockIdx.x * (size_t)(E + 1) + column] = sum;
-    }
+__host__ __device__ inline int router_stats_columns(int E) {
+    // of a row of partials: E probabilities, lse^2, and an entropy for every 32 of these
+    return E + 1 + ceil_div(E + 1, 32);
 }
 
 __device__ inline double router_warp_sum(double x) {
@@ -1868,28 +1852,66 @@ __device__ inline double router_warp_sum(double x) {
     return x;
 }
 
-// A warp owns a column: the sum of its parts, in double, one order.
+// A block owns 1/STATS_BLOCKS of the tokens and 32 columns: the E probabilities, then lse^2 of counted tokens. A lane
+// owns a column, a warp each eighth token. What the block's probabilities add to the entropy, -p ln p, is one number
+// more. Bound by latency: 2 MB for 32768 tokens and 16 experts.
+__global__ void __launch_bounds__(256)
+router_stats_kernel1(float* partials, const float* router_probs, const float* router_lse, const int* targets,
+                     size_t N, int E) {
+    __shared__ float sums[8][32], entropies[8][32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.y * 32 + lane;
+    size_t tokens = ceil_div(N, gridDim.x), begin = blockIdx.x * tokens, end = begin + tokens < N ? begin + tokens : N;
+    float sum = 0, entropy = 0;
+    for (size_t n = begin + warp; n < end; n += 8) {
+        if (column < E) {
+            float p = router_probs[n * E + column];
+            sum += p;
+            if (p != 0) { entropy -= p * logf(p); } // a NaN goes on
+        }
+        if (column == E && targets[n] >= 0) { sum += router_lse[n] * router_lse[n]; }
+    }
+    sums[warp][lane] = sum;
+    entropies[warp][lane] = entropy;
+    __syncthreads(); // the sums of all warps are there
+    if (warp == 0) {
+        for (int i = 1; i < 8; i++) {
+            sum += sums[i][lane];
+            entropy += entropies[i][lane];
+        }
+        float* out = partials + blockIdx.x * (size_t)router_stats_columns(E);
+        if (column <= E) { out[column] = sum; }
+        entropy = (float)router_warp_sum(entropy);
+        if (lane == 0) { out[E + 1 + blockIdx.y] = entropy; }
+    }
+}
+
+// A warp owns a column, the last one all the entropies: the sum of its parts, in double, one order.
 __global__ void __launch_bounds__(32)
-router_stats_sum_kernel1(double* stats, const float* partials, const int* tokens_per_expert, int E) {
-    int lane = threadIdx.x, column = blockIdx.x;
+router_stats_sum_kernel1(double* stats, double* entropy, const float* partials, const int* tokens_per_expert, int E) {
+    int lane = threadIdx.x, column = blockIdx.x, columns = router_stats_columns(E);
+    int end = column <= E ? column + 1 : columns;
     double sum = 0;
-    for (int i = lane; i < STATS_BLOCKS; i += 32) { sum += partials[i * (size_t)(E + 1) + column]; }
+    for (int i = lane; i < STATS_BLOCKS; i += 32) {
+        for (int c = column; c < end; c++) { sum += partials[i * (size_t)columns + c]; }
+    }
     sum = router_warp_sum(sum);
     if (lane == 0) {
-        stats[E + column] += sum;
+        if (column > E) { *entropy += sum; }
+        else { stats[E + column] += sum; }
         if (column < E) { stats[column] += tokens_per_expert[column]; }
     }
 }
 
-void router_stats_add(double* stats, float* partials, const float* router_probs, const float* router_lse,
-                      const int* tokens_per_expert, const int* targets, size_t N, int E, cudaStream_t stream) {
+void router_stats_add(double* stats, double* entropy, float* partials, const float* router_probs,
+                      const float* router_lse, const int* tokens_per_expert, const int* targets, size_t N, int E,
+                      cudaStream_t stream) {
     // stats (2E+1) +=: slots an expert (E), probability an expert (E), lse^2 of the tokens with a counted target (1);
-    // partials (STATS_BLOCKS, E+1) is scratch
+    // entropy (1) += -sum p ln p of all tokens, for the log; partials (STATS_BLOCKS, router_stats_columns) is scratch
     if (N == 0) { return; }
     router_stats_kernel1<<<dim3(STATS_BLOCKS, ceil_div(E + 1, 32)), 256, 0, stream>>>(partials, router_probs,
                                                                                       router_lse, targets, N, E);
     launchCheck("router_stats_kernel1");
-    router_stats_sum_kernel1<<<E + 1, 32, 0, stream>>>(stats, partials, tokens_per_expert, E);
+    router_stats_sum_kernel1<<<E + 2, 32, 0, stream>>>(stats, entropy, partials, tokens_per_expert, E);
     launchCheck("router_stats_sum_kernel1");
 }
 
@@ -3539,7 +3561,7 @@ void acts_layout(Acts* a, Arena* mem, const MoEConfig* c, const Switches* s, siz
     a->losses = take(mem, N);
     a->attn_scores = arena_take(mem, s->attention == ATTENTION_NAIVE ? attention_naive_bytes(T) : 0, 1);
     a->route_chunks = take_int(mem, route_chunk_ints(R, (int)E));
-    a->stats_partials = take(mem, STATS_BLOCKS * (E + 1));
+    a->stats_partials = take(mem, STATS_BLOCKS * (size_t)router_stats_columns((int)E));
 }
 
 void logits_layout(Acts* a, Arena* mem, const MoEConfig* c, size_t B, size_t T) {
@@ -3568,7 +3590,8 @@ void backward_layout(Acts* a, Arena* mem, const MoEConfig* c, const Switches* s,
     a->norm_partials = take(mem, NORM_BLOCKS * (C > 2 * HD ? C : 2 * HD));
 }
 
-// The step's sums on the device, read once a step: three losses, then the tokens of every expert of every layer.
+// The step's sums on the device, read once a step: three losses, then the tokens of every expert of every layer, then the
+// router's entropy of every layer.
 enum { SUM_CE, SUM_AUX, SUM_Z, SUM_LOAD };
 
 typedef struct {
@@ -3595,7 +3618,7 @@ typedef struct {
     double* stats;           // (2E+1) expert_count, prob_sum, z_sum of the last forward
     double* aux_loss;        // (1) of the last forward
     float* expert_share;     // (E) f_e of the last forward
-    double* step_sums;       // (SUM_LOAD + L*E) since the start of the step
+    double* step_sums;       // (SUM_LOAD + L*E + L) since the start of the step
     double* host_sums;       // the same, pinned, after the step; then the gradient norm
     int* host_offsets;       // (L, E+1) pinned; --experts loop only
     int moe_layers;
@@ -3735,8 +3758,8 @@ void model_create(Model* model, const MoEConfig* config, Switches switches, size
     model->stats = (double*)device_alloc((2 * E + 1) * sizeof(double));
     model->aux_loss = (double*)device_alloc(sizeof(double));
     model->expert_share = (float*)device_alloc(E * sizeof(float));
-    model->step_sums = (double*)device_alloc((SUM_LOAD + L * E) * sizeof(double));
-    cudaCheck(cudaMallocHost((void**)&model->host_sums, (SUM_LOAD + L * E + 1) * sizeof(double)));
+    model->step_sums = (double*)device_alloc((SUM_LOAD + L * E + L) * sizeof(double));
+    cudaCheck(cudaMallocHost((void**)&model->host_sums, (SUM_LOAD + L * E + L + 1) * sizeof(double)));
     if (switches.experts == EXPERTS_LOOP) {
         cudaCheck(cudaMallocHost((void**)&model->host_offsets, L * (E + 1) * sizeof(int)));
     }
@@ -3893,7 +3916,8 @@ void model_forward(Model* model, const Microbatch* mb) {
         moe_forward(model, acts, l, mb->forced_indices ? mb->forced_indices[l] : NULL, N);
         if (w->router) {
             phase(model, PHASE_ROUTER, l);
-            router_stats_add(model->stats, acts->stats_partials, a->router_probs, a->router_lse,
+            double* entropy = model->step_sums + SUM_LOAD + (size_t)L * E + l;
+            router_stats_add(model->stats, entropy, acts->stats_partials, a->router_probs, a->router_lse,
                              a->routing.tokens_per_expert, mb->targets, N, E, stream);
         }
         residual = a->residual_mlp;
@@ -4075,7 +4099,7 @@ void model_step_begin(Model* model) {
     // clears the gradients and the step's sums
     phase(model, PHASE_OPTIMIZER, -1);
     cudaCheck(cudaMemsetAsync(model->grads, 0, model->places.num_parameters * sizeof(float), model->stream));
-    size_t sums = SUM_LOAD + (size_t)model->config.num_hidden_layers * model->config.num_experts;
+    size_t sums = SUM_LOAD + (size_t)model->config.num_hidden_layers * (model->config.num_experts + 1);
     cudaCheck(cudaMemsetAsync(model->step_sums, 0, sums * sizeof(double), model->stream));
 }
 
@@ -4489,7 +4513,9 @@ void trainer_microbatch(Trainer* t, Microbatch* mb) {
         mb->counted = t->run.batch.counted * microbatches;
     } else {
         trainer_upload_wait(t);
-        trainer_upload(t, dataloader_next(&t->run.train)->all);
+        const Batch* batch = dataloader_next(&t->run.train);
+        profiler_interval(&t->profiler, "prepare batch", 1e3 * batch->fill_ms[0], 1e3 * batch->fill_ms[1], TRACK_LOADER);
+        trainer_upload(t, batch->all);
         trainer_batch_on_device(t, mb, opt->doc_mask);
         mb->counted = (double)opt->batch_size * opt->seq_len * microbatches; // shards have no ignored targets
     }
@@ -4497,7 +4523,7 @@ void trainer_microbatch(Trainer* t, Microbatch* mb) {
 }
 
 size_t step_sums_count(const Model* model) {
-    return SUM_LOAD + (size_t)model->config.num_hidden_layers * model->config.num_experts;
+    return SUM_LOAD + (size_t)model->config.num_hidden_layers * (model->config.num_experts + 1);
 }
 
 void trainer_read_sums(Trainer* t) {
@@ -4623,14 +4649,19 @@ void trainer_show_sample(Trainer* t) {
     profiler_release(&t->profiler);
 }
 
-void expert_load_summary(const Model* model, double* max_over_mean, int* dead) {
-    // of each layer: the busiest expert's share of the step's tokens over the mean, NAN for a dense layer, and how many
-    // got none; from host_sums
+void router_log_summary(const Model* model, double* max_over_mean, int* dead, double* entropy) {
+    // of each layer over the step: the busiest expert's share of the tokens over the mean, how many experts got none,
+    // the mean entropy of the router; NAN, 0, NAN for a dense layer. From host_sums
     const MoEConfig* c = &model->config;
-    for (int l = 0; l < c->num_hidden_layers; l++) {
-        const double* load = model->host_sums + SUM_LOAD + (size_t)l * c->num_experts;
+    int L = c->num_hidden_layers, E = c->num_experts;
+    const double* sums = model->host_sums + SUM_LOAD;
+    for (int l = 0; l < L; l++) {
+        const double* load = sums + (size_t)l * E;
+        double slots = 0;
+        for (int e = 0; e < E; e++) { slots += load[e]; }
         dead[l] = 0;
-        max_over_mean[l] = model->w.layers[l].router ? expert_load_of(load, c->num_experts, &dead[l]) : NAN;
+        max_over_mean[l] = model->w.layers[l].router ? expert_load_of(load, E, &dead[l]) : NAN;
+        entropy[l] = model->w.layers[l].router ? sums[(size_t)L * E + l] * c->num_experts_per_tok / slots : NAN;
     }
 }
 
@@ -4826,6 +4857,7 @@ int train(Trainer* t) {
     const Options* opt = &t->run.opt;
     const MoEConfig* c = &t->run.config;
     double* expert_load = (double*)callocCheck(c->num_hidden_layers, sizeof(double));
+    double* entropy = (double*)callocCheck(c->num_hidden_layers, sizeof(double));
     int* dead_experts = (int*)callocCheck(c->num_hidden_layers, sizeof(int));
     double flops = run_flops_per_token(&t->run) * (double)opt->tokens_per_step;
     double ranks = t->gpus.num_ranks;
@@ -4841,7 +4873,15 @@ int train(Trainer* t) {
         double begin = profiler_clock_us();
         trainer_step(t, &metrics);
         metrics.step_ms = (profiler_clock_us() - begin) / 1e3; // of training alone: what follows has phases of its own
-        expert_load_summary(&t->model, expert_load, dead_experts);
+        router_log_summary(&t->model, expert_load, dead_experts, entropy);
+        metrics.step = t->step;
+        metrics.expert_load = expert_load;
+        metrics.dead_experts = dead_experts;
+        metrics.router_entropy = entropy;
+        metrics.num_layers = c->num_hidden_layers;
+        if (t->gpus.rank == 0) { // now: a validation will overwrite host_sums
+            logger_experts(&t->logger, &metrics, t->model.host_sums + SUM_LOAD, c->num_experts);
+        }
         stop = multi_gpu_stop_flag(&t->gpus, interrupted);
         bool done = t->step == opt->steps;
         if (opt->out && (done || stop || (opt->save_every > 0 && t->step % opt->save_every == 0))) { trainer_save(t); }
@@ -4853,21 +4893,18 @@ int train(Trainer* t) {
         if (opt->sample_every > 0 && (done || t->step % opt->sample_every == 0)) { trainer_show_sample(t); }
         profiler_step_end(&t->profiler);
 
-        metrics.step = t->step;
         metrics.steps = opt->steps;
         metrics.tokens = t->tokens;
         metrics.tokens_per_s = (double)opt->tokens_per_step / metrics.step_ms * 1e3;
         metrics.mfu = flops / metrics.step_ms * 1e3 / (t->nominal_peak * ranks);
         metrics.gemm_share = flops / metrics.step_ms * 1e3 / (t->gemm_peak * ranks);
         metrics.phase_ms = t->profiler.phase_ms;
-        metrics.expert_load = expert_load;
-        metrics.dead_experts = dead_experts;
-        metrics.num_layers = c->num_hidden_layers;
         metrics.mem = device_bytes_used();
         bool shown = done || stop || t->step == 1 || t->step % opt->log_every == 0 || isfinite(metrics.val_loss);
         if (t->gpus.rank == 0) { logger_step(&t->logger, &metrics, shown); }
     }
     free(expert_load);
+    free(entropy);
     free(dead_experts);
     logger_close(&t->logger);
     if (opt->profile) {
@@ -4938,9 +4975,13 @@ void trainer_open(Trainer* t) {
         print_setup(t);
         bool first = t->gpus.rank == 0;
         logger_open(&t->logger, first ? opt->metrics : NULL, t->step, run->config.num_hidden_layers);
-        profiler_init(&t->profiler, first ? opt->trace : NULL);
+        profiler_init_rank(&t->profiler, opt->trace, t->gpus.rank); // each rank has a file of its own
         profiler_track_name(&t->profiler, TRACK_COMPUTE, "compute stream");
         if (t->gpus.num_ranks > 1) { profiler_track_name(&t->profiler, TRACK_ALLREDUCE, "all-reduce stream"); }
+        profiler_track_name(&t->profiler, TRACK_LOADER, "data loader");
+        char* about = run_describe(run, t->gpus.num_ranks, t->gpus.properties.name, t->gemm_peak, t->nominal_peak);
+        profiler_describe(&t->profiler, about);
+        free(about);
         t->clock.profiler = &t->profiler;
         t->model.clock = &t->clock;
     }

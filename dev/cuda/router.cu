@@ -267,25 +267,9 @@ void router_forward(float* router_logits, float* router_probs, float* router_lse
 
 const int STATS_BLOCKS = 128; // parts of the tokens that router_stats_add sums by themselves
 
-// A block owns 1/STATS_BLOCKS of the tokens and 32 columns: the E probabilities, then lse^2 of counted tokens. A lane
-// owns a column, a warp each eighth token. Bound by latency: 2 MB for 32768 tokens and 16 experts.
-__global__ void __launch_bounds__(256)
-router_stats_kernel1(float* partials, const float* router_probs, const float* router_lse, const int* targets,
-                     size_t N, int E) {
-    __shared__ float sums[8][32];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.y * 32 + lane;
-    size_t tokens = ceil_div(N, gridDim.x), begin = blockIdx.x * tokens, end = begin + tokens < N ? begin + tokens : N;
-    float sum = 0;
-    for (size_t n = begin + warp; n < end; n += 8) {
-        if (column < E) { sum += router_probs[n * E + column]; }
-        if (column == E && targets[n] >= 0) { sum += router_lse[n] * router_lse[n]; }
-    }
-    sums[warp][lane] = sum;
-    __syncthreads(); // the sums of all warps are there
-    if (warp == 0 && column <= E) {
-        for (int i = 1; i < 8; i++) { sum += sums[i][lane]; }
-        partials[blockIdx.x * (size_t)(E + 1) + column] = sum;
-    }
+__host__ __device__ inline int router_stats_columns(int E) {
+    // of a row of partials: E probabilities, lse^2, and an entropy for every 32 of these
+    return E + 1 + ceil_div(E + 1, 32);
 }
 
 __device__ inline double router_warp_sum(double x) {
@@ -293,28 +277,66 @@ __device__ inline double router_warp_sum(double x) {
     return x;
 }
 
-// A warp owns a column: the sum of its parts, in double, one order.
+// A block owns 1/STATS_BLOCKS of the tokens and 32 columns: the E probabilities, then lse^2 of counted tokens. A lane
+// owns a column, a warp each eighth token. What the block's probabilities add to the entropy, -p ln p, is one number
+// more. Bound by latency: 2 MB for 32768 tokens and 16 experts.
+__global__ void __launch_bounds__(256)
+router_stats_kernel1(float* partials, const float* router_probs, const float* router_lse, const int* targets,
+                     size_t N, int E) {
+    __shared__ float sums[8][32], entropies[8][32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.y * 32 + lane;
+    size_t tokens = ceil_div(N, gridDim.x), begin = blockIdx.x * tokens, end = begin + tokens < N ? begin + tokens : N;
+    float sum = 0, entropy = 0;
+    for (size_t n = begin + warp; n < end; n += 8) {
+        if (column < E) {
+            float p = router_probs[n * E + column];
+            sum += p;
+            if (p != 0) { entropy -= p * logf(p); } // a NaN goes on
+        }
+        if (column == E && targets[n] >= 0) { sum += router_lse[n] * router_lse[n]; }
+    }
+    sums[warp][lane] = sum;
+    entropies[warp][lane] = entropy;
+    __syncthreads(); // the sums of all warps are there
+    if (warp == 0) {
+        for (int i = 1; i < 8; i++) {
+            sum += sums[i][lane];
+            entropy += entropies[i][lane];
+        }
+        float* out = partials + blockIdx.x * (size_t)router_stats_columns(E);
+        if (column <= E) { out[column] = sum; }
+        entropy = (float)router_warp_sum(entropy);
+        if (lane == 0) { out[E + 1 + blockIdx.y] = entropy; }
+    }
+}
+
+// A warp owns a column, the last one all the entropies: the sum of its parts, in double, one order.
 __global__ void __launch_bounds__(32)
-router_stats_sum_kernel1(double* stats, const float* partials, const int* tokens_per_expert, int E) {
-    int lane = threadIdx.x, column = blockIdx.x;
+router_stats_sum_kernel1(double* stats, double* entropy, const float* partials, const int* tokens_per_expert, int E) {
+    int lane = threadIdx.x, column = blockIdx.x, columns = router_stats_columns(E);
+    int end = column <= E ? column + 1 : columns;
     double sum = 0;
-    for (int i = lane; i < STATS_BLOCKS; i += 32) { sum += partials[i * (size_t)(E + 1) + column]; }
+    for (int i = lane; i < STATS_BLOCKS; i += 32) {
+        for (int c = column; c < end; c++) { sum += partials[i * (size_t)columns + c]; }
+    }
     sum = router_warp_sum(sum);
     if (lane == 0) {
-        stats[E + column] += sum;
+        if (column > E) { *entropy += sum; }
+        else { stats[E + column] += sum; }
         if (column < E) { stats[column] += tokens_per_expert[column]; }
     }
 }
 
-void router_stats_add(double* stats, float* partials, const float* router_probs, const float* router_lse,
-                      const int* tokens_per_expert, const int* targets, size_t N, int E, cudaStream_t stream) {
+void router_stats_add(double* stats, double* entropy, float* partials, const float* router_probs,
+                      const float* router_lse, const int* tokens_per_expert, const int* targets, size_t N, int E,
+                      cudaStream_t stream) {
     // stats (2E+1) +=: slots an expert (E), probability an expert (E), lse^2 of the tokens with a counted target (1);
-    // partials (STATS_BLOCKS, E+1) is scratch
+    // entropy (1) += -sum p ln p of all tokens, for the log; partials (STATS_BLOCKS, router_stats_columns) is scratch
     if (N == 0) { return; }
     router_stats_kernel1<<<dim3(STATS_BLOCKS, ceil_div(E + 1, 32)), 256, 0, stream>>>(partials, router_probs,
                                                                                       router_lse, targets, N, E);
     launchCheck("router_stats_kernel1");
-    router_stats_sum_kernel1<<<E + 1, 32, 0, stream>>>(stats, partials, tokens_per_expert, E);
+    router_stats_sum_kernel1<<<E + 2, 32, 0, stream>>>(stats, entropy, partials, tokens_per_expert, E);
     launchCheck("router_stats_sum_kernel1");
 }
 
@@ -688,14 +710,20 @@ void stats_match_cpu(size_t N, int E, int K) {
     std::vector<double> count(E), prob_sum(E), share(E);
     cpu::RouterStats cpu_stats = {count.data(), prob_sum.data(), 0, 0};
     Device<double> stats(std::vector<double>(2 * E + 1, 0.0)), aux_loss(1);
-    Device<float> partials(STATS_BLOCKS * (size_t)(E + 1)), expert_share(E);
+    Device<float> partials(STATS_BLOCKS * (size_t)router_stats_columns(E)), expert_share(E);
+    Device<double> entropy(std::vector<double>(1, 0.0));
+    double cpu_entropy = 0;
     const int layers = 2;
     for (int i = 0; i < layers; i++) {
         Layer l(N, E, K, 1, i == 0);
         for (float& x : l.lse) { x += i; }
         Device<float> probs(l.probs), lse(l.lse);
         Device<int> targets(l.targets), tokens(l.tokens);
-        router_stats_add(stats, partials, probs, lse, tokens, targets, N, E, 0);
+        router_stats_add(stats, entropy, partials, probs, lse, tokens, targets, N, E, 0);
+        std::vector<float> logits(l.probs); // with the probabilities as they are, whatever their lse is
+        std::vector<float> zero_lse(N, 0.0f);
+        for (float& x : logits) { x = x > 0 ? logf(x) : 0.0f; }
+        cpu_entropy += cpu::router_entropy(logits.data(), l.probs.data(), zero_lse.data(), N, E);
         cpu::router_stats_add(&cpu_stats, l.probs.data(), l.lse.data(), l.tokens.data(), l.targets.data(), N, E);
     }
     load_balancing_loss_forward(expert_share, aux_loss, stats, (double)layers * N, E, 0);
@@ -707,6 +735,7 @@ void stats_match_cpu(size_t N, int E, int K) {
     check_f32(what, std::vector<float>(got.begin(), got.end()), want, 1e-6);
     check_f32(what, expert_share.get(), std::vector<float>(share.begin(), share.end()), 1e-6);
     check_f32(what, {(float)aux_loss.get()[0]}, {(float)loss}, 1e-6);
+    check_f32("the router's entropy", {(float)entropy.get()[0]}, {(float)cpu_entropy}, 1e-5);
 }
 
 void step_sums_add_up(int L, int E) {
@@ -798,9 +827,9 @@ void bench_all(int kernel) {
     });
     Device<float> d_logits(N * E), partials(l.partials), share(l.expert_share),
         d_router(std::vector<float>(E * C, 0.0f)), weight_partials(router_partials_floats(C, E)),
-        stats_partials(STATS_BLOCKS * (size_t)(E + 1));
+        stats_partials(STATS_BLOCKS * (size_t)router_stats_columns(E));
     Device<int> slot_row(l.slot_row), targets(l.targets), tokens(l.tokens);
-    Device<double> stats(std::vector<double>(2 * E + 1, 0.0));
+    Device<double> stats(std::vector<double>(2 * E + 1, 0.0)), entropy(std::vector<double>(1, 0.0));
     bench("router_backward_weight", 2.0 * N * C + 4.0 * N * E, flops,
           [&] { run_backward_weight(kernel, d_router, d_logits, inp, weight_partials, N, C, E); });
     if (kernel != 1) { return; } // the rest has one version
@@ -809,7 +838,7 @@ void bench_all(int kernel) {
                         0.01f, 0.001f, N, E, K, true, 0);
     });
     bench("router_stats_add", 4.0 * N * (E + 2), 0,
-          [&] { router_stats_add(stats, stats_partials, out.probs, out.lse, tokens, targets, N, E, 0); });
+          [&] { router_stats_add(stats, entropy, stats_partials, out.probs, out.lse, tokens, targets, N, E, 0); });
 }
 
 int main(int argc, char** argv) {

@@ -325,11 +325,12 @@ def a_folder_name_with_spaces_works():  # U1
 def metrics_have_the_fields_of_the_design():
     lines = train("m", "--val-data", stories("val", seed=2), "--val-every", 2, "--grad-accum", 2)
     names = {"step", "tokens", "loss", "ce_loss", "aux_loss", "grad_norm", "lr", "step_ms", "tokens_per_s", "mfu", "phases",
-             "expert_load", "mem", "gemm_share", "dead_experts"}
+             "expert_load", "mem", "gemm_share", "dead_experts", "router_entropy"}
     phases = {"data", "embedding", "attention", "qkv_o", "router", "permute", "experts", "lm_head", "norms", "grad_norm", "optimizer",
               "allreduce", "checkpoint", "eval", "other"}
     for line in lines:
-        check(set(line) - {"val_loss", "router_entropy"} == names, f"fields {sorted(set(line) ^ names)}")
+        fields = set(line) - {"val_loss"} | ({"gemm_share"} if GPU else set()) # the emulator's rate is not measured
+        check(fields == names, f"fields {sorted(fields ^ names)}")
         check(set(line["phases"]) == phases, f"phases {sorted(set(line['phases']) ^ phases)}")
         check(line["tokens"] == line["step"] * 64, "tokens")
         check_near(line["loss"], line["ce_loss"] + 0.01 * line["aux_loss"], 1e-5, "loss = ce_loss + coefficient x aux_loss")
@@ -356,7 +357,7 @@ def load_is_measured_without_a_balance_loss_and_where_it_is_there():  # M10, M23
         check(line["dead_experts"][l] == int((counts == 0).sum()), f"experts without a token in layer {l}")
 
 
-@cpu_test
+@test
 def router_entropy_is_that_of_the_probabilities():
     golden = os.path.join(GOLDENS, "mixed")
     batch = os.path.join(golden, "golden.safetensors")
@@ -367,18 +368,19 @@ def router_entropy_is_that_of_the_probabilities():
         if logits is not None:
             p = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
             p /= p.sum(axis=-1, keepdims=True)
-            check_near(entropy, -(p * np.log(p)).sum(axis=-1).mean(), 1e-4, f"entropy of layer {l}")
+            check_near(entropy, -(p * np.log(p)).sum(axis=-1).mean(), 5e-3 if GPU else 1e-4, f"entropy of layer {l}") # bf16
 
 
-@cpu_test
+@test
 def the_trace_says_what_was_run_and_shows_the_loader():
     train("m", "--trace", folder("t.json"), "--grad-accum", 2, steps=3)
     trace = json.loads(read(folder("t.json")))
     about = trace["otherData"]["run"]
     check(about["model"]["num_hidden_layers"] == 2 and about["options"]["grad-accum"] == 2, f"{about}")
-    check(about["measured_peak"] > 1e8 and about["nominal_peak"] is None and about["ranks"] == 1, f"{about}")
+    check((about["measured_peak"] or 0) > 1e8 or "emulated" in about["machine"], f"{about}")
+    check(about["ranks"] == 1, f"{about}")
     names = {(e["tid"], e["args"]["name"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    check(names == {(0, "host"), (3, "data loader")}, f"{names}")
+    check(names == {(0, "host"), (3, "data loader")} | ({(1, "compute stream")} if GPU else set()), f"{names}")
     loaded = [e for e in trace["traceEvents"] if e["name"] == "prepare batch"]
     check(4 <= len(loaded) <= 6 and all(e["tid"] == 3 for e in loaded), f"{len(loaded)} batches of 6 (the first may lie before the trace)")
     layers = [e for e in trace["traceEvents"] if e["name"] == "layer 1"]
