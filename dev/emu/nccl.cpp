@@ -1,7 +1,7 @@
 // NCCL over MPI: collectives in stream order, one process a rank. Ranks first compare which collective they are about
 // to run, so that a rank with another sequence is reported, and wait for each other with a time limit, so that none
 // hangs. Sums are taken in fp32 in rank order and rounded once; EMU_NCCL=ring adds and rounds at every hop, as a ring
-// does.
+// does. EMU_NCCL_LOG=FILE writes down what ran.
 #include <math.h>
 #include <mpi.h>
 #include <nccl.h>
@@ -160,10 +160,20 @@ static std::vector<char> gather(const Collective& c, size_t bytes) {
     return all;
 }
 
+// EMU_NCCL_LOG=FILE: a line for each collective that rank 0 runs: its name, elements, bytes of an element, ranks
+static void log_collective(const Collective& c) {
+    if (c.comm->rank != 0 || !getenv("EMU_NCCL_LOG")) return;
+    static FILE* file = fopen(getenv("EMU_NCCL_LOG"), "w");
+    if (!file) return;
+    fprintf(file, "%s %zu %zu %d\n", kind_name[c.kind], c.count, size_of(c.type), c.comm->ranks);
+    fflush(file);
+}
+
 static void run(const Collective& c) {
     ncclComm* comm = c.comm;
     if (comm->aborted || comm->error != ncclSuccess) return;
     comm->sequence++;
+    log_collective(c);
     if (comm->mpi != MPI_COMM_NULL && !agreed(c)) return;
     size_t size = size_of(c.type), ranks = (size_t)comm->ranks, rank = (size_t)comm->rank;
     size_t sent = c.kind == REDUCE_SCATTER ? c.count * ranks : c.count,
