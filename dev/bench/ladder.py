@@ -238,7 +238,7 @@ def children_seconds():
     return sum(u.ru_utime + u.ru_stime for u in usage)
 
 
-def plan_rounds(seconds, overhead, ms, warmup, fewest, target=12, least_steps=4, most_steps=200):
+def plan_rounds(seconds, overhead, ms, warmup, fewest, target=20, least_steps=4, most_steps=200):
     """(rounds, steps a run) for comparing A with B in so many seconds. overhead: seconds that a pair of runs takes besides its
     steps, ms: of a step of A and one of B. More rounds before longer ones, up to `target`; never fewer steps than least_steps."""
     pair = overhead + (warmup + least_steps) * ms / 1e3
@@ -541,7 +541,7 @@ def parse(argv):
     parser.add_argument("--seq-len", type=int, metavar="T", help="[cpu 1024, gpu 4096, emu 32]")
     parser.add_argument("--grad-accum", type=int, metavar="N", help="microbatches a step [cpu 1, gpu 10, emu 2]")
     parser.add_argument("--rungs", metavar="A,B", help="only these; all other switches as the trainers have them by default")
-    parser.add_argument("--rounds", type=int, metavar="N", help="so many rounds a rung, whatever the time [as many as fit, up to 12]")
+    parser.add_argument("--rounds", type=int, metavar="N", help="so many rounds a rung, whatever the time [as many as fit, up to 20]")
     parser.add_argument("--steps", type=int, metavar="N", help="measured steps a run [as many as fit]")
     parser.add_argument("--error-rate", type=float, default=stats.ERROR_RATE, metavar="P",
                         help=f"how often a rung that changes nothing may be kept or reverted [{stats.ERROR_RATE}]")
