@@ -3590,7 +3590,7 @@ void backward_layout(Acts* a, Arena* mem, const MoEConfig* c, const Switches* s,
     a->norm_partials = take(mem, NORM_BLOCKS * (C > 2 * HD ? C : 2 * HD));
 }
 
-// The step's sums on the device, read once a step: three losses, then the tokens of every expert of every layer, then the
+// The step's sums on the device, read once a step: three losses, the tokens of every expert of every layer, then the
 // router's entropy of every layer.
 enum { SUM_CE, SUM_AUX, SUM_Z, SUM_LOAD };
 
@@ -4391,7 +4391,7 @@ void check_switches(const Options* opt, const MoEConfig* c) {
     if (strcmp(opt->recompute, "moe") == 0 && strcmp(opt->experts, "loop") == 0) {
         fatal("--recompute moe: the expert loop keeps what it has computed; use --experts grouped");
     }
-    if (strcmp(opt->attention, "cudnn") == 0) { attention_cudnn_check(opt->doc_mask, c->head_dim); }
+    if (strcmp(opt->attention, "cudnn") == 0) { attention_cudnn_check(opt->doc_mask || opt->eval_choices, c->head_dim); }
 }
 
 void store_master(void* ctx, const ParamTensor* t, size_t begin, size_t count, const float* values) {
@@ -4514,7 +4514,8 @@ void trainer_microbatch(Trainer* t, Microbatch* mb) {
     } else {
         trainer_upload_wait(t);
         const Batch* batch = dataloader_next(&t->run.train);
-        profiler_interval(&t->profiler, "prepare batch", 1e3 * batch->fill_ms[0], 1e3 * batch->fill_ms[1], TRACK_LOADER);
+        profiler_interval(&t->profiler, "prepare batch", 1e3 * batch->fill_ms[0], 1e3 * batch->fill_ms[1],
+                          TRACK_LOADER);
         trainer_upload(t, batch->all);
         trainer_batch_on_device(t, mb, opt->doc_mask);
         mb->counted = (double)opt->batch_size * opt->seq_len * microbatches; // shards have no ignored targets
@@ -4834,9 +4835,44 @@ int evaluate(Trainer* t) {
     // --eval
     int64_t batches;
     double loss = trainer_evaluate(t, &batches);
-    printf("validation loss %.6f (perplexity %.4f) over %lld batches of %lld x %lld tokens\n", loss, exp(loss),
-           (long long)batches, (long long)t->run.opt.batch_size, (long long)t->run.opt.seq_len);
+    run_print_evaluation(&t->run, loss, batches);
     return isfinite(loss) ? 0 : 1;
+}
+
+int evaluate_choices(Trainer* t) {
+    // --eval-choices: the loss of every choice of every question, several of them to a sequence, each a document; the
+    // ranks take turns
+    Model* model = &t->model;
+    Choices* choices = &t->run.choices;
+    size_t N = model->B * model->T;
+    int* batch = (int*)callocCheck(4 * N, sizeof(int)); // a forward pass needs no order of tokens
+    float* losses = (float*)mallocCheck(N * sizeof(float));
+    for (size_t i = t->gpus.rank; i < choices_num_batches(choices, model->B); i += t->gpus.num_ranks) {
+        Microbatch mb;
+        memset(&mb, 0, sizeof(mb));
+        mb.counted = mb.share = mb.grad_scale = 1;
+        choices_batch(choices, i, model->B, batch, batch + N, batch + 2 * N);
+        trainer_upload(t, batch);
+        trainer_batch_on_device(t, &mb, true);
+        model_evaluate(model, &mb);
+        cudaCheck(cudaMemcpyAsync(losses, model->acts.losses, N * sizeof(float), cudaMemcpyDeviceToHost,
+                                  model->stream));
+        streamWait(model->stream);
+        choices_collect(choices, i, model->B, losses);
+    }
+    double *nats = (double*)mallocCheck(choices->num_rows * sizeof(double)), *sums;
+    sums = (double*)device_alloc(choices->num_rows * sizeof(double));
+    choices_results(choices, nats);
+    cudaCheck(cudaMemcpyAsync(sums, nats, choices->num_rows * sizeof(double), cudaMemcpyHostToDevice, model->stream));
+    all_reduce_sums(&t->gpus, sums, choices->num_rows, model->stream);
+    cudaCheck(cudaMemcpyAsync(nats, sums, choices->num_rows * sizeof(double), cudaMemcpyDeviceToHost, model->stream));
+    streamWait(model->stream);
+    choices_set_results(choices, nats);
+    cudaCheck(cudaFree(sums));
+    free(nats);
+    free(losses);
+    free(batch);
+    return choices_report(choices, t->gpus.rank == 0 ? t->run.opt.metrics : NULL);
 }
 
 int sample(Trainer* t) {
@@ -5026,7 +5062,11 @@ int main(int argc, char** argv) {
     run_open_files(run, t->gpus.rank, t->gpus.num_ranks);
     multi_gpu_rest(&t->gpus);
     trainer_open(t);
-    int code = opt->dump ? dump(t) : opt->eval ? evaluate(t) : opt->generate ? sample(t) : train(t);
+    int code = opt->dump           ? dump(t)
+               : opt->eval         ? evaluate(t)
+               : opt->eval_choices ? evaluate_choices(t)
+               : opt->generate     ? sample(t)
+                                   : train(t);
     trainer_close(t);
     free(t);
     return code;
