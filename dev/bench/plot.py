@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Draws the metrics.jsonl of one or several runs: loss, tokens a second, where the time goes, how even the experts are.
+"""Draws the metrics.jsonl of one or several runs: loss, tokens a second, where the time goes, how the experts are used.
 
     python3 dev/bench/plot.py out/metrics.jsonl --floor 0.91            -> loss.png throughput.png phases.png experts.png
     python3 dev/bench/plot.py a.jsonl b.jsonl --label naive --label flash --out pictures
+    python3 dev/bench/plot.py --live out/metrics.jsonl                  a running job, in the terminal, until Ctrl-C
+    python3 dev/bench/plot.py --live --out pictures out/metrics.jsonl   its pictures, drawn anew as it goes
 
-Needs matplotlib (pip install matplotlib). What a metrics file lacks is not drawn, and said so.
+Pictures need matplotlib (pip install matplotlib); --live in the terminal needs nothing. What a metrics file lacks is not drawn,
+and said so.
 """
 
 import argparse
@@ -12,6 +15,9 @@ import json
 import math
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import live
 
 INK, FAINT, GRID = "#1f2933", "#8a94a0", "#e6e9ed"
 RUN_COLORS = ["#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#a16207", "#4b5563"]
@@ -54,7 +60,10 @@ class Run:
             self.rows.append(row)
         if not self.rows:
             fail(f"{path}: holds no step yet")
-        self.tokens = [row["tokens"] for row in self.rows]
+
+    @property
+    def tokens(self):
+        return [row["tokens"] for row in self.rows]
 
     def series(self, field):
         """Tokens and values of the steps that have the field as a finite number."""
@@ -351,6 +360,33 @@ def draw_experts(plt, runs):
     return figure
 
 
+def draw_entropy(plt, runs):
+    """The router's entropy, a line a layer, the last layer the darkest."""
+    found = [(run, [row for row in run.rows if isinstance(row.get("router_entropy"), list)]) for run in runs]
+    found = [(run, rows) for run, rows in found if any(is_number(x) for row in rows for x in row["router_entropy"])]
+    if not found:
+        return None
+    figure, axes = new_figure(plt, "Router entropy", "nats, mean over the tokens, a line a layer (darker: later); ln(experts) is a router "
+                              "that does not choose, 0 one that is certain")
+    shades = plt.get_cmap("Blues") if len(found) == 1 else None
+    for i, (run, rows) in enumerate(found):
+        layers = max(len(row["router_entropy"]) for row in rows)
+        for l in range(layers):
+            points = [(row["tokens"], row["router_entropy"][l]) for row in rows if l < len(row["router_entropy"]) and is_number(row["router_entropy"][l])]
+            if not points:
+                continue
+            color = shades(0.35 + 0.6 * l / max(1, layers - 1)) if shades else RUN_COLORS[runs.index(run) % len(RUN_COLORS)]
+            last = l == layers - 1
+            axes.plot([x for x, _ in points], smooth([y for _, y in points]), color=color, linewidth=2 if last else 1,
+                      alpha=1 if shades else 0.35 + 0.65 * last, label=run.label if last and len(runs) > 1 else None)
+    axes.set_ylim(0, None)
+    axes.set_ylabel("nats", color=INK)
+    tokens_axis(axes, [run for run, _ in found])
+    if len(runs) > 1:
+        legend(axes, loc="lower left")
+    return figure
+
+
 def dead_note(runs):
     """What the last step says of experts without a token; nothing where the file does not tell, or with several runs."""
     dead = runs[0].rows[-1].get("dead_experts") if len(runs) == 1 else None
@@ -367,15 +403,29 @@ def dead_note(runs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("metrics", nargs="+", help="metrics.jsonl of a run")
-    parser.add_argument("--out", default=".", metavar="DIR", help="where the pictures go [.]")
+    parser.add_argument("--out", metavar="DIR", help="where the pictures go [.]")
     parser.add_argument("--floor", type=float, metavar="NATS", help="the loss that cannot be beaten, as a dashed line")
     parser.add_argument("--label", action="append", default=[], metavar="NAME", help="name of a run, once a run [its path]")
     parser.add_argument("--dpi", type=int, default=150, help="dots an inch [150]")
+    parser.add_argument("--live", action="store_true", help="follow a running job in the terminal; with --out, in pictures")
+    parser.add_argument("--every", type=float, default=2, metavar="SECONDS", help="between two looks, with --live [2]")
+    parser.add_argument("--times", type=int, default=0, metavar="N", help="end after so many looks, with --live [0: go on]")
     args = parser.parse_args()
     if args.label and len(args.label) != len(args.metrics):
         fail(f"{len(args.label)} --label for {len(args.metrics)} runs: give one each or none")
     if args.floor is not None and not math.isfinite(args.floor):
         fail(f"--floor {args.floor} is not a finite number")
+    if args.live and len(args.metrics) != 1:
+        fail(f"--live follows one run, here are {len(args.metrics)}")
+    if not 0.05 <= args.every < 1e6 or args.times < 0:
+        fail("--every must be 0.05 seconds or more, --times 0 or more")
+    if args.live and args.out is None:
+        try:
+            live.watch(args.metrics[0], args.every, args.times, PHASE_COLORS)
+        except (OSError, ValueError) as error:
+            fail(getattr(error, "strerror", None) or error)
+        return
+    args.out = args.out or "."
     try:
         import matplotlib
         matplotlib.use("Agg")
@@ -383,26 +433,44 @@ def main():
     except ImportError:
         fail("needs matplotlib: pip install matplotlib, or apt install python3-matplotlib")
     names = args.label or [os.path.splitext(path)[0].replace("/metrics", "") for path in args.metrics]
-    runs = [Run(path, name) for path, name in zip(args.metrics, names)]
+    try:
+        os.makedirs(args.out, exist_ok=True)
+        if args.live:
+            def draw_again(rows):
+                run = Run.__new__(Run)
+                run.path, run.label, run.rows = args.metrics[0], names[0], rows
+                draw_pictures(plt, [run], args)
+                print(f"step {rows[-1]['step']}", flush=True)
+            live.watch(args.metrics[0], args.every, args.times, PHASE_COLORS, draw_again)
+        else:
+            draw_pictures(plt, [Run(path, name) for path, name in zip(args.metrics, names)], args)
+    except OSError as error:
+        fail(f"cannot write into {args.out}: {error.strerror or error}")
+    except ValueError as error:
+        fail(error)
+
+
+def draw_pictures(plt, runs, args):
     pictures = {
         "loss": lambda: draw_loss(plt, runs, args.floor),
         "throughput": lambda: draw_throughput(plt, runs),
         "phases": lambda: draw_phases_of_one(plt, runs[0]) if len(runs) == 1 else draw_phases_of_many(plt, runs),
         "experts": lambda: draw_experts(plt, runs),
+        "entropy": lambda: draw_entropy(plt, runs),
     }
-    try:
-        os.makedirs(args.out, exist_ok=True)
-        for name, draw in pictures.items():
-            figure = draw()
-            if figure is None:
+    for name, draw in pictures.items():
+        figure = draw()
+        if figure is None:
+            if not args.live:
                 print(f"no {name}.png: the metrics have nothing to draw there")
-                continue
-            path = os.path.join(args.out, name + ".png")
-            figure.savefig(path, dpi=args.dpi, facecolor="white")
-            plt.close(figure)
+            continue
+        path = os.path.join(args.out, name + ".png")
+        part = os.path.join(args.out, f".{name}.part.png") # so that who looks never sees half a picture
+        figure.savefig(part, dpi=args.dpi, facecolor="white")
+        plt.close(figure)
+        os.replace(part, path)
+        if not args.live:
             print(path)
-    except OSError as error:
-        fail(f"cannot write into {args.out}: {error.strerror or error}")
 
 
 if __name__ == "__main__":
