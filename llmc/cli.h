@@ -192,7 +192,7 @@ static const OptionRow option_table[] = {
         "print N sampled tokens and exit"},
     {"other modes", 0, "eval", NULL, OPTION_SWITCH, AT(eval), NULL, NULL, PROGRAM_BOTH,
         "print loss, perplexity and bits per byte on --val-data and exit"},
-    {"other modes", 0, "eval-choices", "FILE", OPTION_STRING, AT(eval_choices), NULL, NULL, PROGRAM_CPU,
+    {"other modes", 0, "eval-choices", "FILE", OPTION_STRING, AT(eval_choices), NULL, NULL, PROGRAM_BOTH,
         "answer multiple-choice questions (prepro/hellaswag.py writes them), print the accuracy and exit"},
     {"other modes", 0, "dump", "FILE", OPTION_STRING, AT(dump), NULL, NULL, PROGRAM_BOTH,
         "write loss, logits, routing and gradients of the first microbatch (safetensors), take no step, exit"},
