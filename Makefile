@@ -37,7 +37,16 @@ ifndef NO_CBLAS
   BLAS := $(firstword $(foreach lib,-lopenblas -lblis -lcblas,$(if $(call probe,#include <cblas.h>\nint main(void) { return cblas_sgemm == 0; },$(lib)),$(lib))))
 endif
 CJSON := $(call probe,#include <cjson/cJSON.h>\nint main(void) { return cJSON_Parse == 0; },-lcjson)
+ifndef NO_PCRE2
+  PCRE2 := $(call probe,#define PCRE2_CODE_UNIT_WIDTH 8\n#include <pcre2.h>\nint main(void) { return pcre2_compile == 0; },-lpcre2-8)
 endif
+ifndef NO_UTF8PROC
+  UTF8PROC := $(call probe,#include <utf8proc.h>\nint main(void) { return utf8proc_reencode == 0; },-lutf8proc)
+endif
+endif
+# what encoding text takes; without, the trainers do all but that
+TEXT_FLAGS := $(if $(PCRE2),-DUSE_PCRE2) $(if $(UTF8PROC),-DUSE_UTF8PROC)
+TEXT_LIBS := $(if $(PCRE2),-lpcre2-8) $(if $(UTF8PROC),-lutf8proc)
 
 ifneq ($(DNNL),)
   GEMM_NAME := oneDNN
@@ -57,8 +66,8 @@ endif
 # (clang says where it could not vectorise a loop that asks for it: true, and no fault)
 WARN := -Wall -Wextra -Wno-pass-failed
 OPENMP_FLAGS := $(or $(OPENMP),-Wno-unknown-pragmas)
-C_FLAGS := -std=c11 $(WARN) -I. -fno-math-errno $(OPENMP_FLAGS)
-LIBS := -lcjson -lm -lpthread
+C_FLAGS := -std=c11 $(WARN) -I. -fno-math-errno $(OPENMP_FLAGS) $(TEXT_FLAGS)
+LIBS := -lcjson $(TEXT_LIBS) -lm -lpthread
 HEADERS := $(wildcard llmc/*.h llmc/*.cuh)
 
 .PHONY: all demo test test-deps test-long test-hf bench-cpu ladder run-ladder deps found clean help train-demo test-run
@@ -70,6 +79,7 @@ found:
 	@echo "$(if $(OPENMP),✓ OpenMP,✗ OpenMP: no (single thread))"
 	@echo "$(if $(GEMM_NAME),✓ matrix products by $(GEMM_NAME),✗ BLAS: no (own loop, many times slower; make deps installs oneDNN))"
 	@echo "$(if $(CJSON),✓ cJSON,✗ cJSON: no (needed; make deps installs it))"
+	@echo "$(if $(and $(PCRE2),$(UTF8PROC)),✓ text by PCRE2 and utf8proc,✗ text: no $(if $(PCRE2),,PCRE2 )$(if $(UTF8PROC),,utf8proc )(prompts through a tokenizer.json need both; make deps installs them))"
 	@echo "  $(if $(NVCC),for NVIDIA GPUs: make train_moe ($(NVCC) is there)$(comma) without one: make train_moe_emu,without nvcc: make train_moe_emu builds the GPU trainer for an emulator)"
 
 comma := ,
@@ -144,8 +154,8 @@ NCCL_INCLUDE := $(if $(filter-out $(CUDA_HEADERS)/ /usr/include/,$(dir $(NCCL_H)
 CJSON_FLAGS := $(if $(CJSON),-lcjson,$(if $(wildcard $(BUILD)/cjson),-I$(BUILD)/cjson -L$(BUILD)/cjson -lcjson))
 CJSON_RPATH := $(if $(CJSON),,$(if $(CJSON_FLAGS),-Xlinker -rpath=$(CURDIR)/$(BUILD)/cjson))
 HOST_FLAGS := -Wall,-Wextra,$(or $(OPENMP),-Wno-unknown-pragmas)
-NVCC_FLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -I. -DOMPI_SKIP_MPICXX -Xcompiler $(HOST_FLAGS) $(CUDA_FLAGS)
-GPU_LIBS := $(call link_lib,$(CUBLASLT)) -L$(CUDA)/lib $(CJSON_FLAGS) $(CJSON_RPATH) -lm -lpthread
+NVCC_FLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -I. $(TEXT_FLAGS) -DOMPI_SKIP_MPICXX -Xcompiler $(HOST_FLAGS) $(CUDA_FLAGS)
+GPU_LIBS := $(call link_lib,$(CUBLASLT)) -L$(CUDA)/lib $(CJSON_FLAGS) $(CJSON_RPATH) $(TEXT_LIBS) -lm -lpthread
 NVCC_RANKS := $(if $(ONE_GPU),$(ONE_GPU),-ccbin $(MPICXX) $(NCCL_INCLUDE)) # MPI's own compiler wrapper knows where MPI is
 ifdef USE_CUDNN
   NVCC_FLAGS += -DUSE_CUDNN
@@ -156,7 +166,7 @@ TRAINER_LIBS := $(if $(ONE_GPU),,$(call link_lib,$(NCCL))) $(CUDNN_LIBS) $(GPU_L
 EMU := $(wildcard dev/emu/*.cpp dev/emu/*.h dev/emu/*.py dev/emu/emucc dev/emu/include/*)
 EMU_HEADERS := $(if $(CUDA_HEADERS),,$(BUILD)/cuda-wheels/done)
 EMU_RANKS := $(if $(or $(RANKS),$(and $(EMU_HEADERS),$(MPICXX))),$(NCCL_INCLUDE),-DNO_MPI -DNO_NCCL)
-EMU_LIBS := $(CJSON_FLAGS) $(EMU_FLAGS)
+EMU_LIBS := $(CJSON_FLAGS) $(TEXT_FLAGS) $(TEXT_LIBS) $(EMU_FLAGS)
 $(eval $(call stamp,flags_gpu,$(NVCC) $(NVCC_FLAGS) $(NVCC_RANKS) $(TRAINER_LIBS)))
 $(eval $(call stamp,flags_emu,$(EMU_RANKS) $(EMU_LIBS)))
 
@@ -253,10 +263,10 @@ $(BUILD)/cuda-wheels/done: dev/requirements-cuda.txt $(PYTHON)
 	@touch $@
 
 test-run: all
-	@CC="$(CC)" PYTHON=$(PYTHON) OPENMP="$(OPENMP_FLAGS)" GEMM_FLAGS="$(GEMM_FLAGS)" GEMM_LIBS="$(GEMM_LIBS)" dev/test/run.sh $(ONLY)
+	@CC="$(CC)" PYTHON=$(PYTHON) OPENMP="$(OPENMP_FLAGS)" GEMM_FLAGS="$(GEMM_FLAGS)" GEMM_LIBS="$(GEMM_LIBS)" TEXT_FLAGS="$(TEXT_FLAGS)" TEXT_LIBS="$(TEXT_LIBS)" dev/test/run.sh $(ONLY)
 
 test-long: test-deps all
-	@CC="$(CC)" PYTHON=$(PYTHON) OPENMP="$(OPENMP_FLAGS)" GEMM_FLAGS="$(GEMM_FLAGS)" GEMM_LIBS="$(GEMM_LIBS)" dev/test/run.sh --long $(ONLY)
+	@CC="$(CC)" PYTHON=$(PYTHON) OPENMP="$(OPENMP_FLAGS)" GEMM_FLAGS="$(GEMM_FLAGS)" GEMM_LIBS="$(GEMM_LIBS)" TEXT_FLAGS="$(TEXT_FLAGS)" TEXT_LIBS="$(TEXT_LIBS)" dev/test/run.sh --long $(ONLY)
 
 test-hf: all
 	@dev/test/hf/run.sh

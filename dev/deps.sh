@@ -13,6 +13,8 @@ have make make
 if [ "$(uname -s)" = Linux ]; then
     try libc6-dev '#include <stdio.h>\nint main(void) { return 0; }\n' ''
     try libcjson-dev '#include <cjson/cJSON.h>\nint main(void) { return cJSON_Parse == 0; }\n' -lcjson
+    try libpcre2-dev '#define PCRE2_CODE_UNIT_WIDTH 8\n#include <pcre2.h>\nint main(void) { return pcre2_compile == 0; }\n' -lpcre2-8
+    try libutf8proc-dev '#include <utf8proc.h>\nint main(void) { return utf8proc_reencode == 0; }\n' -lutf8proc
     try libdnnl-dev '#include <oneapi/dnnl/dnnl.h>\nint main(void) { return dnnl_sgemm == 0; }\n' -ldnnl
 fi
 # MPI starts the GPU trainer's ranks; CUDA itself comes as NVIDIA's toolkit, or with make deps-cuda, as does NCCL
@@ -24,6 +26,7 @@ if [ "${1:-}" = test ]; then # Python for the test programs; a C++ compiler, BLA
     printf '#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n' | clang -x c - -o /dev/null -fopenmp 2>/dev/null ||
         missing="$missing libomp-dev"
     have gdb gdb
+    [ -d /usr/share/games/fortunes ] || missing="$missing fortunes" # real text
     have mpicxx "libopenmpi-dev openmpi-bin"
     try libopenblas-openmp-dev '#include <cblas.h>\nint main(void) { return cblas_sgemm == 0; }\n' -lopenblas
     # opens the pages that dev/bench draws; where there is no such package (Ubuntu) those tests say that they did not run
@@ -32,7 +35,7 @@ if [ "${1:-}" = test ]; then # Python for the test programs; a C++ compiler, BLA
 fi
 if [ "$(uname -s)" = Darwin ]; then
     [ -n "$missing" ] && echo "missing:$missing"
-    echo "on macOS: xcode-select --install; brew install cjson libomp   (matrix products: Apple's Accelerate)"
+    echo "on macOS: xcode-select --install; brew install cjson libomp pcre2 utf8proc   (matrix products: Apple's Accelerate)"
     exit 0
 fi
 known() { apt-cache show "$1" >/dev/null 2>&1; }

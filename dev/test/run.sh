@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # run.sh [--long] [NAME]: builds and runs the tests (all, or those whose file name contains NAME); the last line is "N passed, N failed".
-# Called by `make test`, which says in CC, PYTHON, OPENMP, GEMM_FLAGS and GEMM_LIBS what it found. Every C test runs under AddressSanitizer
+# Called by `make test`, which says in CC, PYTHON, OPENMP, GEMM_FLAGS, GEMM_LIBS, TEXT_FLAGS and TEXT_LIBS what it found. Every C test runs under AddressSanitizer
 # and UBSan. Tests of whole programs run with train_moe_cpu; some of them again with its sanitized build, and with the GPU trainer, emulated.
 set -u
 cd "$(dirname "$0")/../.."
@@ -10,8 +10,8 @@ only="${1:-}"
 CC="${CC:-cc}" PYTHON="${PYTHON:-python3}"
 mkdir -p build/test
 sanitize="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
-flags="-std=c11 -Wall -Wextra -Werror -I. -fno-math-errno ${OPENMP:-} ${GEMM_FLAGS:-}"
-libs="${GEMM_LIBS:-} -lcjson -lm -lpthread"
+flags="-std=c11 -Wall -Wextra -Werror -I. -fno-math-errno ${OPENMP:-} ${GEMM_FLAGS:-} ${TEXT_FLAGS:-}"
+libs="${GEMM_LIBS:-} -lcjson ${TEXT_LIBS:-} -lm -lpthread"
 export LONG="$long"
 export OMP_WAIT_POLICY=passive # tests share the machine: threads that wait sleep
 passed=0 failed=0 names=()

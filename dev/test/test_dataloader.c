@@ -714,6 +714,60 @@ static void text_and_the_shards_made_of_it_give_the_same_batches(void) { // --to
     free(text); free(shards); free(command);
 }
 
+static void text_of_a_tokenizer_with_merges_is_encoded_when_it_is_opened(void) {
+    // bytes, then "ab" and the EOT
+    char* json = str_format("%s/tokenizer.json", test_folder());
+    FILE* fp = fopenCheck(json, "wb");
+    int chars[256];
+    byte_alphabet(chars);
+    fputs("{\"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false, \"use_regex\": false}, \"added_tokens\": [{\"id\": 257, "
+          "\"content\": \"<|endoftext|>\", \"special\": true}, {\"id\": 258, \"content\": \"<x>\"}], \"model\": {\"merges\": [\"a b\"], \"vocab\": {\"ab\": 256", fp);
+    for (int b = 0; b < 256; b++) { fprintf(fp, ", \"\\u%04x\": %d", (unsigned)chars[b], b); }
+    fputs("}}}", fp);
+    fcloseCheck(fp, json);
+    Tokenizer t;
+    char err[1200];
+    if (!CHECK(tokenizer_read(&t, json, err, sizeof(err)) && tokenizer_refusal(&t) == NULL)) { return; }
+    char* path = str_format("%s/merged.txt", test_folder());
+    const char* text = "\nabab\n<|endoftext|>\n\n<|endoftext|>\xC3\xBC<x>b<|endoftext|>aab";
+    test_write_file(path, text, strlen(text));
+    const int expected[] = {257, 256, 256, 257, 0xC3, 0xBC, 258, 'b', 257, 'a', 256};
+    const int n = (int)(sizeof(expected) / sizeof(expected[0]));
+    uint64_t fingerprint = 0;
+    for (int T = 1; T < n; T++) { // rows begin everywhere
+        DataLoaderOptions o = text_options(path, 1, (size_t)T);
+        o.shuffle = false;
+        o.prefetch = T % 2;
+        o.tokenizer = &t;
+        o.vocab_size = 259;
+        DataLoader l;
+        dataloader_open(&l, &o);
+        CHECK(dataloader_total_tokens(&l) == (uint64_t)n);
+        CHECK(dataloader_vocab_size(&l) == 259 && dataloader_eot_id(&l) == 257);
+        CHECK(T == 1 || fingerprint == dataloader_fingerprint(&l));
+        fingerprint = dataloader_fingerprint(&l);
+        for (int row = 0; row < (n - 1) / T; row++) {
+            const Batch* batch = dataloader_next(&l);
+            CHECK(memcmp(batch->tokens, expected + row * T, (size_t)T * sizeof(int)) == 0);
+            CHECK(memcmp(batch->targets, expected + row * T + 1, (size_t)T * sizeof(int)) == 0);
+        }
+        dataloader_close(&l);
+    }
+    DataLoaderOptions o = text_options(path, 1, 1);
+    o.tokenizer = &t;
+    o.vocab_size = 258;
+    EXPECT_FATAL(open_and_close(o), "259 tokens, but the model's vocabulary only 258");
+    o.vocab_size = 259;
+    setenv("TMPDIR", "/nowhere", 1);
+    EXPECT_FATAL(open_and_close(o), "cannot write tokens to /nowhere/moe-tokens-");
+    unsetenv("TMPDIR");
+    tokenizer_free(&t);
+    unlink(path);
+    unlink(json);
+    free(path);
+    free(json);
+}
+
 static void text_that_cannot_be_read_is_refused_with_the_reason(void) {
     char* path = str_format("%s/bad.txt", test_folder());
     test_write_file(path, "abc\xFFxyz", 7);
@@ -726,13 +780,17 @@ static void text_that_cannot_be_read_is_refused_with_the_reason(void) {
     DataLoaderOptions o = text_options(path, 1, 2);
     o.vocab_size = 256;
     EXPECT_FATAL(open_and_close(o), "257 tokens, but the model's vocabulary only 256");
-    Tokenizer merges;
-    tokenizer_bytes(&merges);
-    merges.can_encode = false;
+    Tokenizer other;
+    tokenizer_bytes(&other);
+    other.refusal = strdupCheck("x.json: its normalizer is not implemented here");
     o = text_options(path, 1, 2);
-    o.tokenizer = &merges;
-    EXPECT_FATAL(open_and_close(o), "only the byte tokenizer");
-    tokenizer_free(&merges);
+    o.tokenizer = &other;
+    EXPECT_FATAL(open_and_close(o), "--tokenize inline: x.json: its normalizer is not implemented");
+    tokenizer_free(&other);
+    tokenizer_bytes(&other);
+    other.eot_id = -1;
+    EXPECT_FATAL(open_and_close(o), "which token opens a document");
+    tokenizer_free(&other);
     unlink(path);
     free(path);
 }
@@ -766,6 +824,7 @@ int main(int argc, char** argv) {
     RUN(impossible_options_are_refused);
     RUN(text_becomes_eot_and_bytes_of_each_document);
     RUN(text_and_the_shards_made_of_it_give_the_same_batches);
+    RUN(text_of_a_tokenizer_with_merges_is_encoded_when_it_is_opened);
     RUN(text_that_cannot_be_read_is_refused_with_the_reason);
     return test_summary();
 }
