@@ -234,7 +234,7 @@ static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
     for (;;) {
         cudaError_t status = cudaEventQuery(event);
         if (status == cudaSuccess) { return; }
-        if (status != cudaErrorNotReady) { cudaCheck(status); }
+        if (status != cudaErrorNotReady) { cuda_check(status, "cudaEventQuery(event)", __FILE__, __LINE__); }
         ncclResult_t result = ncclSuccess;
         ncclCheck(ncclCommGetAsyncError(g->comm, &result));
         if (result != ncclSuccess && result != ncclInProgress) {
