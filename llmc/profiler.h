@@ -329,8 +329,10 @@ static inline void profiler_add(Profiler* p, int phase, int layer, double start_
     if (p == NULL || !p->in_step) { return; }
     p->phase_ms[p->held >= 0 ? p->held : phase] += (end_us - start_us) * 1e-3;
     if (p->trace.fd < 0) { return; }
-    if (phase != PHASE_OTHER && end_us - start_us >= 1.0) { // no slivers between a box's edge and the first phase in it
-        profiler_layer(p, track, layer, start_us, end_us);
+    if (phase == PHASE_OTHER) { return; }
+    bool sliver = end_us - start_us < 1.0; // not drawn: a viewer chokes on those between a box's edge and what is in it
+    if (!sliver || p->layers[track].layer == layer) { profiler_layer(p, track, layer, start_us, end_us); }
+    if (!sliver) {
         profiler_draw(p, phase_name(phase), layer, start_us, end_us, track, TRACE_MAX_DEPTH + 1);
     }
 }

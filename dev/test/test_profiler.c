@@ -174,7 +174,8 @@ static void layers_are_boxes_on_every_track(void) {
     // a stream: embedding, two phases of layer 0, one of layer 1, a pause, layer 1 again
     profiler_add(&prof, PHASE_EMBEDDING, -1, at_us, at_us + 10, TRACK_COMPUTE);
     profiler_add(&prof, PHASE_NORMS, 0, at_us + 10, at_us + 20, TRACK_COMPUTE);
-    profiler_add(&prof, PHASE_EXPERTS, 0, at_us + 20, at_us + 50, TRACK_COMPUTE);
+    profiler_add(&prof, PHASE_ROUTER, 0, at_us + 20, at_us + 20.7, TRACK_COMPUTE); // too short to be drawn
+    profiler_add(&prof, PHASE_EXPERTS, 0, at_us + 20.7, at_us + 50, TRACK_COMPUTE);
     profiler_add(&prof, PHASE_EXPERTS, 1, at_us + 50, at_us + 70, TRACK_COMPUTE);
     profiler_add(&prof, PHASE_EXPERTS, 1, at_us + 90, at_us + 95, TRACK_COMPUTE);
     // the host: a box ends the layer's, and so does a hold
