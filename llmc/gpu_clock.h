@@ -72,7 +72,7 @@ static inline void gpu_clock_span_begin(GpuClock* clock, const char* name, cudaS
         clock->spans = (GpuSpan*)reallocCheck(clock->spans, clock->spans_room * sizeof(GpuSpan));
     }
     GpuSpan* span = &clock->spans[clock->num_spans];
-    snprintf(span->name, sizeof(span->name), "%s", name);
+    snprintf(span->name, sizeof(span->name), "%.23s", name);
     span->begin = gpu_clock_cut(clock, stream);
     span->depth = clock->depth;
     clock->open[clock->depth++] = clock->num_spans++;
