@@ -304,7 +304,7 @@ class Ladder:
         for rung in RUNGS[1:]:
             if rung not in rungs and not rung.ranks and self.trainer.why_not(rung) is None:
                 config = climb(config, rung)
-        self.say(f"{self.trainer.program}, model {self.trainer.model}, {self.trainer.batch} x {self.trainer.T} tokens a microbatch, "
+        self.say(f"{os.path.basename(self.trainer.program)}, model {self.trainer.model}, {self.trainer.batch} x {self.trainer.T} tokens a microbatch, "
                  f"{self.trainer.accum} a step; " + (f"{self.trainer.minutes:g} minutes" if self.trainer.times else "no times"))
         try:
             first = self.runner.run(config, 2, self.warmup)
@@ -469,7 +469,9 @@ def against(new, old):
             continue
         both = row["status"] == was["status"] == "measured" and row.get("ratio") and was.get("ratio")
         word = ""
-        if both:
+        if both and "cannot tell" in row["why"] + was["why"]:
+            word = "too few rounds to say"
+        elif both:
             word = "gains more now" if row["high"] < was["low"] else "gains less now" if row["low"] > was["high"] else "the same"
         rows.append({"id": row["id"], "title": row["title"], "word": word, "verdict": row["verdict"], "verdict_before": was["verdict"],
                      "change": change_text(row["ratio"], row["low"], row["high"]) if row.get("ratio") else "",
@@ -576,6 +578,9 @@ def measure(args, folder):
     """Climbs and returns the ladder; what is done when Ctrl-C comes is kept."""
     trainer = Trainer(args.trainer or best_trainer(), args)
     os.makedirs(os.path.join(folder, "runs"), exist_ok=True)
+    copy = os.path.join(folder, os.path.basename(trainer.program)) # all runs are of one program, also if it is built anew meanwhile
+    shutil.copy2(os.path.join(ROOT, trainer.program), copy)
+    trainer.program = copy
     data = prepare_data(folder, 500 if trainer.kind == "emu" else 20000)
     section = network_section(args, folder)
     runner = Runner(trainer, data, folder)

@@ -315,7 +315,7 @@ def the_page_opens_without_script_errors_and_says_it_all():
     check(not errors, errors)
     check('data-ready="yes"' in dom, "the script has not run to its end")
     for part in ("flash attention", "no difference", "keep", "revert", "cannot run here", "one process &lt;b&gt;&amp;&lt;/b&gt; no cards", "8 GB/s",
-                 "No single bandwidth gives all four", "the reference run, naive: 2.6x", "Against an earlier ladder", "compare the changes, not the hours", "1.2 cores busy"):
+                 "No single bandwidth gives all four", "naive 2.6x", "Against an earlier ladder", "compare the changes, not the hours", "1.2 cores busy"):
         check(part in dom, f"the page does not say: {part}")
     source = read(folder("out/ladder.html")).decode()
     check("src=" not in source and "http" not in source.replace("http://www.w3.org/2000/svg", ""), "the page asks for something else than itself")
