@@ -191,7 +191,7 @@ static Switches gpu_switches(const Case* c) {
 
 static void pair_create(Pair* p, const MoEConfig* config, const Case* c, size_t B, size_t T) {
     p->config = *config, p->B = B, p->T = T, p->N = B * T;
-    cpu::Switches s = {cpu::ATTENTION_FLASH, cpu::EXPERTS_GROUPED, true, c->aux, c->z};
+    cpu::Switches s = {cpu::ATTENTION_FLASH, cpu::EXPERTS_GROUPED, true, c->aux, c->z, false};
     model_create(&p->gpu, config, gpu_switches(c), B, T, true);
     cpu::model_create(&p->cpu, config, s, B, T, true);
     p->experts.resize(config->num_hidden_layers);

@@ -44,6 +44,7 @@ double, for finite differences. main is at the end, under #ifndef TESTING.
 #endif
 #include "llmc/check.h"
 #include "llmc/config.h"
+#include "llmc/dnnl_bf16.h"
 #include "llmc/dry_run.h"
 #include "llmc/dump_file.h"
 #include "llmc/generate.h"
@@ -327,7 +328,79 @@ static inline float exp_poly(float x) {
 static inline real exp_real(real x) { return sizeof(real) == sizeof(float) ? (real)exp_poly((float)x) : (real)exp(x); }
 
 // ----------------------------------------------------------------------------
-// matmul: the gateway. All large products of this program pass through gemm.
+// bf16 (--precision bf16): products then read bfloat16, half the bytes at twice the rate, and sum in fp32. All else stays
+// fp32: weights, gradients, moments, sums, norms, softmax, the router. Each arena whose numbers go into products has a copy
+// in bf16, the same number at the same place. Who writes such numbers also calls to_bf16, which rounds them into the copy
+// while they are in the cache: an activation once for forward and backward, a weight once a step. In fp32 there are no
+// copies, and to_bf16 does nothing.
+
+typedef struct {
+    const real* arena;
+    size_t count;
+    uint16_t* copy;
+    size_t spread; // number i of the arena is number i*spread of the copy
+} Bf16Copy;
+Bf16Copy bf16_copies[16];
+int num_bf16_copies = 0;
+
+void bf16_copy_add(real* arena, size_t count, bool in_place) {
+    // in_place: for rows that nobody reads in fp32 any more, each rounded into its own front half; else the copy's pages
+    // cost nothing until they are written
+    if (num_bf16_copies == 16) { fatal("more than 16 arenas have copies in bf16"); }
+    Bf16Copy* c = &bf16_copies[num_bf16_copies++];
+    c->arena = arena;
+    c->count = count;
+    c->copy = (uint16_t*)(in_place ? (void*)arena : arena_alloc(mul_check(count, sizeof(uint16_t))));
+    c->spread = in_place ? 2 : 1;
+}
+
+void bf16_copy_remove(const real* arena) {
+    for (int i = num_bf16_copies - 1; i >= 0; i--) {
+        if (bf16_copies[i].arena != arena) { continue; }
+        if (bf16_copies[i].spread == 1) { free(bf16_copies[i].copy); }
+        bf16_copies[i] = bf16_copies[--num_bf16_copies];
+    }
+}
+
+uint16_t* bf16_of(const real* x, size_t* spread) {
+    // where the copy has what lies at x; NULL: x has no copy
+    for (int i = 0; i < num_bf16_copies; i++) {
+        const Bf16Copy* c = &bf16_copies[i];
+        size_t at = ((uintptr_t)x - (uintptr_t)c->arena) / sizeof(real); // huge if x lies before the arena
+        if (at >= c->count) { continue; }
+        *spread = c->spread;
+        return c->copy + at * c->spread;
+    }
+    return NULL;
+}
+
+void to_bf16(const real* x, size_t count) {
+    // rounds count numbers into x's copy
+    enum { BLOCK = 1024 };
+    uint16_t block[BLOCK];
+    size_t spread = 1;
+    uint16_t* copy = bf16_of(x, &spread);
+    for (size_t begin = 0; copy && begin < count; begin += BLOCK) {
+        size_t n = count - begin < BLOCK ? count - begin : (size_t)BLOCK;
+        uint16_t* out = spread == 1 ? copy + begin : block; // what overwrites itself takes a detour
+        #pragma omp simd
+        for (size_t i = 0; i < n; i++) { out[i] = f32_to_bf16((float)x[begin + i]); }
+        if (out == block) { memcpy(copy + begin, block, n * sizeof(uint16_t)); }
+    }
+}
+
+void to_bf16_all(const real* x, size_t count) {
+    // the same on all threads, for what is not written in a loop that could do it
+    size_t blocks = num_bf16_copies == 0 ? 0 : (count + SUM_BLOCK - 1) / SUM_BLOCK;
+    #pragma omp parallel for schedule(static)
+    for (size_t b = 0; b < blocks; b++) {
+        size_t begin = b * SUM_BLOCK;
+        to_bf16(x + begin, count - begin < SUM_BLOCK ? count - begin : (size_t)SUM_BLOCK);
+    }
+}
+
+// ----------------------------------------------------------------------------
+// matmul: the gateway. All products of this program pass through gemm, or through gemm_fp32 where it must be fp32.
 
 void gemm_naive(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const real* a, size_t lda, const real* b,
                 size_t ldb, real beta, real* c, size_t ldc) {
@@ -360,8 +433,8 @@ void gemm_naive(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const 
     }
 }
 
-void gemm(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const real* a, size_t lda, const real* b,
-          size_t ldb, real beta, real* c, size_t ldc) {
+void gemm_fp32(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const real* a, size_t lda, const real* b,
+               size_t ldb, real beta, real* c, size_t ldc) {
     // c (M,N) = op(a) (M,K) op(b) (K,N) + beta * c. Called from one thread it uses all of them; called inside a
     // parallel region it runs on the caller's alone. An expert without tokens gives M = 0 or K = 0: libraries disagree
     // about what is left in c then, so that is settled here.
@@ -387,7 +460,21 @@ void gemm(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const real* 
     gemm_naive(trans_a, trans_b, M, N, K, a, lda, b, ldb, beta, c, ldc);
 }
 
-const char* gemm_library(void) {
+void gemm(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const real* a, size_t lda, const real* b,
+          size_t ldb, real beta, real* c, size_t ldc) {
+    // the same with the operands' copies in bf16, where they have them; beta is then 0 or 1
+    size_t spread_a = 1, spread_b = 1;
+    const uint16_t *a_bf16 = bf16_of(a, &spread_a), *b_bf16 = bf16_of(b, &spread_b);
+    if ((a_bf16 == NULL) != (b_bf16 == NULL)) { fatal("a product of which only one operand has a copy in bf16"); }
+    if (!a_bf16 || M == 0 || N == 0 || K == 0) {
+        gemm_fp32(trans_a, trans_b, M, N, K, a, lda, b, ldb, beta, c, ldc);
+        return;
+    }
+    bf16_product(trans_a, trans_b, M, N, K, a_bf16, lda * spread_a, b_bf16, ldb * spread_b, beta != 0, (float*)c, ldc);
+}
+
+const char* gemm_library(bool bf16) {
+    if (bf16) { return "oneDNN, bf16 summed in fp32"; }
 #if defined(USE_DNNL)
     return "oneDNN sgemm";
 #elif defined(USE_CBLAS)
@@ -464,6 +551,7 @@ void rmsnorm_forward(real* residual, real* out, real* rstd, const real* inp, con
         real s = 1 / sqrt(sum / (real)C + eps);
         real* o = out + n * C;
         for (size_t c = 0; c < C; c++) { o[c] = x[c] * s * weight[c]; }
+        to_bf16(o, C);
         rstd[n] = s;
     }
 }
@@ -499,6 +587,7 @@ void rmsnorm_backward(real* d_residual, real* d_weight, const real* d_out, const
             } else {
                 for (size_t c = 0; c < C; c++) { d_x[c] += s * (d_o[c] * weight[c] - x[c] * k); }
             }
+            to_bf16(d_x, C);
             for (size_t c = 0; c < C; c++) { d_w[c] += d_o[c] * x[c] * s; }
         }
     }
@@ -536,6 +625,7 @@ real head_norm_rope(real* out, const real* x, const real* weight, const real* co
         out[i] = x1 * cosine[i] - x2 * sine[i];
         out[i + half] = x2 * cosine[i] + x1 * sine[i];
     }
+    to_bf16(out, HD);
     return s;
 }
 
@@ -559,6 +649,7 @@ void qk_norm_rope_forward(real* q, real* k, real* v, real* rstd, const real* qkv
             size_t out = ((b * NKV + h) * cache + first + t) * HD;
             s[NH + h] = head_norm_rope(k + out, x + (NH + h) * HD, k_norm, cos_sin, HD, eps);
             memcpy(v + out, x + (NH + NKV + h) * HD, HD * sizeof(real));
+            to_bf16(v + out, HD);
         }
     }
 }
@@ -609,6 +700,7 @@ void qk_norm_rope_backward(real* d_qkv, real* d_q_norm, real* d_k_norm, const re
                                         s[NH + h], HD);
                 memcpy(d_x + (NH + NKV + h) * HD, d_v + in, HD * sizeof(real));
             }
+            to_bf16(d_x, heads * HD);
         }
     }
     norm_weight_reduce(d_q_norm, partials, 2 * HD, HD, beta_weight);
@@ -638,6 +730,7 @@ void softmax_row(real* row, real* lse, size_t first, size_t begin, size_t end, s
     for (size_t j = begin; j < end; j++) { row[j] *= inverse; }
     for (size_t j = first; j < begin; j++) { row[j] = 0; }
     for (size_t j = end; j < stop; j++) { row[j] = 0; }
+    to_bf16(row + first, stop - first);
     *lse = maximum * scale + log(sum);
 }
 
@@ -713,6 +806,8 @@ void softmax_row_backward(real* p, real* d_p, const real* d_out, const real* out
     }
     for (size_t j = first; j < begin; j++) { p[j] = d_p[j] = 0; }
     for (size_t j = end; j < stop; j++) { p[j] = d_p[j] = 0; }
+    to_bf16(p + first, stop - first);
+    to_bf16(d_p + first, stop - first);
 }
 
 void attention_naive_backward(real* d_q, real* d_k, real* d_v, const real* d_out, const real* out, const real* lse,
@@ -794,6 +889,7 @@ void attention_decode(real* out, const real* q, const real* k, const real* v, re
         gemm(false, false, 1, s.HD, position + 1, scores, position + 1, head_rows(v, &s, s.NKV, 0, h / group), s.HD, 0,
              out + h * s.HD, s.HD);
     }
+    to_bf16(out, (size_t)s.NH * s.HD);
 }
 
 // ----------------------------------------------------------------------------
@@ -804,8 +900,8 @@ void attention_decode(real* out, const real* q, const real* k, const real* v, re
 
 void router_forward(real* router_logits, real* router_probs, real* router_lse, const real* inp, const real* router,
                     size_t N, size_t C, int E) {
-    // router_logits (N,E) = inp router^T; router_probs (N,E) = softmax; router_lse (N) = log sum exp
-    matmul_forward(router_logits, inp, router, N, C, E);
+    // router_logits (N,E) = inp router^T, in fp32; router_probs (N,E) = softmax; router_lse (N) = log sum exp
+    gemm_fp32(false, true, N, E, C, inp, C, router, C, 0, router_logits, E);
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         memcpy(router_probs + n * E, router_logits + n * E, E * sizeof(real));
@@ -942,6 +1038,7 @@ void permute_forward(real* expert_in, const real* inp, const int* row_slot, size
     #pragma omp parallel for
     for (size_t row = begin; row < end; row++) {
         memcpy(expert_in + row * C, inp + (size_t)(row_slot[row] / K) * C, C * sizeof(real));
+        to_bf16(expert_in + row * C, C);
     }
 }
 
@@ -972,6 +1069,7 @@ void combine_backward(real* d_expert_out, real* d_router_weights, const real* d_
         #pragma omp simd reduction(+ : dot)
         for (size_t c = 0; c < C; c++) { dot += d_out_n[c] * expert_out_r[c]; }
         for (size_t c = 0; c < C; c++) { d_row[c] = w * d_out_n[c]; }
+        to_bf16(d_row, C);
         d_router_weights[slot] = dot;
     }
 }
@@ -1000,6 +1098,7 @@ void swiglu_forward(real* act, const real* gate_up, size_t N, size_t F) {
         real* a = act + n * F;
         #pragma omp simd
         for (size_t f = 0; f < F; f++) { a[f] = gate[f] / (1 + exp_real(-gate[f])) * up[f]; }
+        to_bf16(a, F);
     }
 }
 
@@ -1015,6 +1114,7 @@ void swiglu_backward(real* d_gate_up, const real* d_act, const real* gate_up, si
             d_gate[f] = d_a[f] * up[f] * (s + gate[f] * s * (1 - s));
             d_up[f] = d_a[f] * gate[f] * s;
         }
+        to_bf16(d_gate, 2 * F);
     }
 }
 
@@ -1091,7 +1191,7 @@ void cross_entropy_row(real* loss, real* logits, int target, size_t V, real d_lo
     // one-hot)
     if (target < 0) {
         *loss = 0;
-        if (want_grad) { memset(logits, 0, V * sizeof(real)); }
+        if (want_grad) { memset(logits, 0, V * sizeof(real)); } // zero in bf16, too
         return;
     }
     real maximum = -INFINITY, target_logit = logits[target];
@@ -1114,6 +1214,7 @@ void cross_entropy_row(real* loss, real* logits, int target, size_t V, real d_lo
     #pragma omp simd
     for (size_t v = 0; v < V; v++) { logits[v] *= scale; }
     logits[target] -= d_loss;
+    to_bf16(logits, V); // in place: from here on the row can only be read by products
 }
 
 void lm_head_forward(real* logits, real* losses, const real* inp, const real* lm_head, const int* targets, size_t rows,
@@ -1157,14 +1258,18 @@ typedef struct {
 void adamw_range(real* params, const real* grads, real* m, real* v, size_t begin, size_t end, AdamW a, bool decays) {
     // m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p = (1 - lr wd) p - lr (m/c1) / (sqrt(v/c2) + eps)
     real keep = decays ? 1 - a.lr * a.weight_decay : 1, step = a.lr / a.correction1, inv_c2 = 1 / sqrt(a.correction2);
-    #pragma omp simd
-    for (size_t i = begin; i < end; i++) {
-        real g = grads[i] * a.grad_scale;
-        real mi = a.beta1 * m[i] + (1 - a.beta1) * g;
-        real vi = a.beta2 * v[i] + (1 - a.beta2) * g * g;
-        m[i] = mi;
-        v[i] = vi;
-        params[i] = keep * params[i] - step * mi / (sqrt(vi) * inv_c2 + a.eps);
+    for (size_t i0 = begin; i0 < end; i0 += SUM_BLOCK) {
+        size_t i1 = i0 + SUM_BLOCK < end ? i0 + SUM_BLOCK : end;
+        #pragma omp simd
+        for (size_t i = i0; i < i1; i++) {
+            real g = grads[i] * a.grad_scale;
+            real mi = a.beta1 * m[i] + (1 - a.beta1) * g;
+            real vi = a.beta2 * v[i] + (1 - a.beta2) * g * g;
+            m[i] = mi;
+            v[i] = vi;
+            params[i] = keep * params[i] - step * mi / (sqrt(vi) * inv_c2 + a.eps);
+        }
+        to_bf16(params + i0, i1 - i0);
     }
 }
 
@@ -1205,6 +1310,7 @@ void adamw_simple(real* params, const real* grads, real* m, real* v, const Param
         for (size_t j = begin; j < end; j++) {
             params[j] -= a.lr / a.correction1 * m[j] / (sqrt(v[j]) * (1 / sqrt(a.correction2)) + a.eps);
         }
+        to_bf16_all(params + begin, t->numel);
     }
 }
 
@@ -1216,6 +1322,7 @@ typedef struct {
     enum ExpertsKind experts;
     bool fused_optimizer;
     double aux_loss_coef, z_loss_coef;
+    bool bf16;
 } Switches;
 
 typedef struct {
@@ -1238,8 +1345,13 @@ typedef struct {
 
 // Where the memory goes; --dry-run prints it and model_create allocates just this.
 typedef struct {
-    size_t weights, gradients, moments, activations, logits, backward, other;
+    size_t weights, gradients, moments, activations, backward, logits, bf16, other;
 } MemoryPlan;
+
+size_t embedding_numbers(const MoEConfig* c, const ParamTable* table) {
+    // how many weights come before the first that is in a product
+    return c->tie_word_embeddings ? 0 : param_find(table, "model.layers.0.input_layernorm.weight")->offset;
+}
 
 MemoryPlan memory_plan(Acts* acts, const MoEConfig* c, const ParamTable* table, const Switches* s, size_t B, size_t T,
                        bool training) {
@@ -1252,16 +1364,18 @@ MemoryPlan memory_plan(Acts* acts, const MoEConfig* c, const ParamTable* table, 
     p.moments = training ? 2 * p.weights : 0;
     acts_layout(acts, &mem, c, B, T, s->attention);
     p.activations = mem.used;
-    logits_layout(acts, &mem, c, B, T);
-    p.logits = mem.used - p.activations;
     if (training) { backward_layout(acts, &mem, c, B, T); }
-    p.backward = mem.used - p.activations - p.logits;
+    p.backward = mem.used - p.activations;
+    logits_layout(acts, &mem, c, B, T);
+    p.logits = mem.used - p.activations - p.backward;
+    size_t copied = p.weights - embedding_numbers(c, table) * sizeof(real) + p.activations + p.backward;
+    p.bf16 = s->bf16 ? copied / 2 : 0; // half of it is only reserved: much of the activations goes into no product
     p.other = T * c->head_dim * sizeof(real) + (training ? table->num_parameters / SUM_BLOCK * sizeof(double) : 0);
     return p;
 }
 
 size_t memory_plan_total(const MemoryPlan* p) {
-    return p->weights + p->gradients + p->moments + p->activations + p->logits + p->backward + p->other;
+    return p->weights + p->gradients + p->moments + p->activations + p->backward + p->logits + p->bf16 + p->other;
 }
 
 void model_create(Model* model, const MoEConfig* config, Switches switches, size_t B, size_t T, bool training) {
@@ -1289,8 +1403,15 @@ void model_create(Model* model, const MoEConfig* config, Switches switches, size
     MemoryPlan plan = memory_plan(&model->acts, config, table, &switches, B, T, training);
     Arena mem = {(char*)arena_alloc(plan.activations + plan.logits + plan.backward), 0};
     acts_layout(&model->acts, &mem, config, B, T, switches.attention);
-    logits_layout(&model->acts, &mem, config, B, T);
     if (training) { backward_layout(&model->acts, &mem, config, B, T); }
+    size_t before_logits = mem.used / sizeof(real);
+    logits_layout(&model->acts, &mem, config, B, T);
+    if (switches.bf16) {
+        size_t first = embedding_numbers(config, table);
+        bf16_copy_add((real*)mem.base, before_logits, false);
+        bf16_copy_add(model->params + first, table->num_parameters - first, false);
+        bf16_copy_add(model->acts.logits, model->acts.logit_rows * config->vocab_size, true);
+    }
     model->rope = (real*)mallocCheck(T * config->head_dim * sizeof(real));
     rope_table(model->rope, T, config->head_dim, config->rope_theta);
     model->stats.expert_count = (double*)callocCheck(E, sizeof(double));
@@ -1302,6 +1423,9 @@ void model_create(Model* model, const MoEConfig* config, Switches switches, size
 
 void model_free(Model* model) {
     // the activations are one allocation, and the first layer's first tensor is where it begins
+    bf16_copy_remove(model->acts.logits);
+    bf16_copy_remove(model->acts.layers[0].residual_attn);
+    bf16_copy_remove(model->params + embedding_numbers(&model->config, &model->table));
     free(model->acts.layers[0].residual_attn);
     free(model->acts.layers);
     free(model->w.layers);
@@ -1348,10 +1472,17 @@ void zero_real(real* out, size_t count) {
     }
 }
 
+void to_bf16_weights(Model* model) {
+    // after the weights have come from elsewhere than from an update
+    size_t first = embedding_numbers(&model->config, &model->table);
+    to_bf16_all(model->params + first, model->table.num_parameters - first);
+}
+
 void model_init(Model* model, uint64_t seed) {
     for (size_t i = 0; i < model->table.count; i++) {
         tensor_init(model->params + model->table.tensors[i].offset, seed, &model->table.tensors[i]);
     }
+    to_bf16_weights(model);
 }
 
 void optimizer_init(Model* model) {
@@ -1388,12 +1519,14 @@ void attention_forward(Model* model, LayerActs* a, const int* doc_start, size_t 
     } else {
         attention_flash_forward(a->attn, a->lse, a->q, a->k, a->v, doc_start, model->acts.attn_scores, shape);
     }
+    to_bf16_all(a->attn, B * T * shape.NH * shape.HD);
 }
 
 void attention_backward(Model* model, LayerActs* a, const int* doc_start, size_t B, size_t T) {
     const MoEConfig* c = &model->config;
     Acts* acts = &model->acts;
     AttentionShape shape = {B, T, c->num_attention_heads, c->num_key_value_heads, c->head_dim};
+    to_bf16_all(acts->d_attn, B * T * shape.NH * shape.HD);
     if (model->switches.attention == ATTENTION_NAIVE) {
         attention_naive_backward(acts->d_q, acts->d_k, acts->d_v, acts->d_attn, a->attn, a->lse, a->q, a->k, a->v,
                                  doc_start, acts->attn_scores, shape);
@@ -1529,7 +1662,8 @@ void moe_backward(Model* model, int l, const Microbatch* mb, real beta_weight) {
     scale.expert_share = model->expert_share;
     router_backward(acts->d_router_logits, acts->d_router_weights, a->router_probs, a->router_lse, a->router_indices,
                     a->router_weights, mb->targets, scale, N, E, K, c->norm_topk_prob);
-    matmul_backward(acts->d_norm, d_w->router, acts->d_router_logits, a->mlp_norm, w->router, N, C, E, 1, beta_weight);
+    gemm_fp32(false, false, N, C, E, acts->d_router_logits, E, w->router, C, 1, acts->d_norm, C);
+    gemm_fp32(true, false, E, C, N, acts->d_router_logits, E, a->mlp_norm, C, beta_weight, d_w->router, C);
 }
 
 void model_backward(Model* model, const Microbatch* mb, real beta_weight) {
@@ -1651,11 +1785,13 @@ void decoder_create(Decoder* d, Model* model) {
             d->v_cache[l] = take(&mem, c->num_key_value_heads * d->context * c->head_dim);
         }
         if (pass == 0) { d->acts.layers[0].residual_attn = (real*)arena_alloc(mem.used); }
+        else if (model->switches.bf16) { bf16_copy_add((real*)mem.base, mem.used / sizeof(real), false); }
     }
     d->logits = (float*)mallocCheck(V * sizeof(float));
 }
 
 void decoder_free(Decoder* d) {
+    bf16_copy_remove(d->acts.layers[0].residual_attn);
     free(d->acts.layers[0].residual_attn);
     free(d->acts.layers);
     free(d->k_cache);
@@ -1758,6 +1894,7 @@ Switches trainer_switches(const Options* opt) {
     s.fused_optimizer = strcmp(opt->optimizer, "fused") == 0;
     s.aux_loss_coef = opt->aux_loss_coef;
     s.z_loss_coef = opt->z_loss_coef;
+    s.bf16 = strcmp(opt->precision, "bf16") == 0;
     return s;
 }
 
@@ -1776,6 +1913,7 @@ void trainer_load(Trainer* t) {
         checkpoint_moments_load(run->resume, &model->table, store_m, store_v,
                                 run->state.has_master ? store_weight : NULL, model);
     }
+    to_bf16_weights(model);
     t->step = run->state.step;
     t->tokens = run->state.tokens;
 }
@@ -1949,11 +2087,13 @@ void trainer_show_sample(Trainer* t) {
 // ----------------------------------------------------------------------------
 // measuring and planning
 
-double measure_gemm_peak(void) {
+double measure_gemm_peak(bool bf16) {
     // FLOP/s of a square product on all threads: what a step is compared with. The best of as many as fit into 60 ms.
     enum { SIZE = 1024 };
     real* memory = (real*)arena_alloc(3 * SIZE * SIZE * sizeof(real));
     for (size_t i = 0; i < 2 * SIZE * SIZE; i++) { memory[i] = (real)(i % 7) - 3; }
+    if (bf16) { bf16_copy_add(memory, 2 * SIZE * SIZE, false); }
+    to_bf16_all(memory, 2 * SIZE * SIZE);
     double start = profiler_clock_us(), best = INFINITY;
     for (int i = 0; i < 8 && (i < 2 || profiler_clock_us() - start < 60e3); i++) {
         double begin = profiler_clock_us();
@@ -1962,6 +2102,7 @@ double measure_gemm_peak(void) {
         double us = profiler_clock_us() - begin;
         best = us < best ? us : best;
     }
+    bf16_copy_remove(memory);
     free(memory);
     return 2.0 * SIZE * SIZE * SIZE / best * 1e6;
 }
@@ -2011,7 +2152,8 @@ void dry_run(const Run* run) {
     const MemoryRow rows[] = {{"weights", p.weights},         {"gradients", p.gradients},
                               {"AdamW moments", p.moments},   {"activations", p.activations},
                               {"logits", p.logits},           {"backward buffers", p.backward},
-                              {"other", p.other},             {NULL, 0}};
+                              {"copies in bf16", p.bf16},     {"other", p.other},
+                              {NULL, 0}};
     dry_run_counts(run);
     printf("memory       B = %lld, T = %lld, %d threads, MiB\n", (long long)opt->batch_size, (long long)opt->seq_len,
            num_threads());
@@ -2115,7 +2257,7 @@ int train(Trainer* t) {
         if (t->run.has_val && (done || (opt->val_every > 0 && t->step % opt->val_every == 0))) {
             metrics.val_loss = trainer_evaluate(t, &batches);
             profiler_hold(&t->profiler, PHASE_EVAL);
-            double peak = measure_gemm_peak(); // the first measurement may have met a busy machine
+            double peak = measure_gemm_peak(t->model.switches.bf16); // the first measurement may have met a busy machine
             profiler_release(&t->profiler);
             t->gemm_peak = peak > t->gemm_peak ? peak : t->gemm_peak;
         }
@@ -2161,7 +2303,7 @@ void print_setup(const Trainer* t) {
            c->num_experts, c->num_experts_per_tok, c->moe_intermediate_size, c->vocab_size,
            (double)t->model.table.num_parameters / 1e6, (double)t->model.table.num_active / 1e6);
     printf("machine    %d thread%s, matrix products by %s, %.1f GFLOP/s\n", num_threads(),
-           num_threads() == 1 ? "" : "s", gemm_library(), t->gemm_peak / 1e9);
+           num_threads() == 1 ? "" : "s", gemm_library(t->model.switches.bf16), t->gemm_peak / 1e9);
     if (!t->run.opt.out) { printf("output     nothing will be saved: --out DIR keeps the model\n"); }
     if (t->run.resume) {
         printf("resumed    %s: step %lld, %llu tokens\n", t->run.resume, (long long)t->step,
@@ -2176,7 +2318,7 @@ void trace_start(Trainer* t) {
     profiler_track_name(&t->profiler, TRACK_LOADER, "data loader");
     char machine[80];
     snprintf(machine, sizeof(machine), "%d thread%s, matrix products by %s", num_threads(),
-             num_threads() == 1 ? "" : "s", gemm_library());
+             num_threads() == 1 ? "" : "s", gemm_library(t->model.switches.bf16));
     char* about = run_describe(&t->run, 1, machine, t->gemm_peak, NAN);
     profiler_describe(&t->profiler, about);
     free(about);
@@ -2201,8 +2343,10 @@ int main(int argc, char** argv) {
     share_the_machine(argv);
     Trainer* t = (Trainer*)callocCheck(1, sizeof(Trainer));
     Run* run = &t->run;
-    run_open(run, argc, argv, PROGRAM_CPU);
+    run_open_model(run, argc, argv, PROGRAM_CPU, 1);
     const Options* opt = &run->opt;
+    if (trainer_switches(opt).bf16 && bf16_product_missing()) { fatal("--precision bf16: %s", bf16_product_missing()); }
+    if (!opt->dry_run) { run_open_files(run, 0, 1); }
 #ifdef _OPENMP
     if (opt->threads > 0) { omp_set_num_threads((int)opt->threads); }
 #else
@@ -2220,7 +2364,7 @@ int main(int argc, char** argv) {
     if (run->samples) { decoder_create(&t->decoder, &t->model); }
     trainer_load(t);
     if (run->trains) {
-        t->gemm_peak = measure_gemm_peak();
+        t->gemm_peak = measure_gemm_peak(t->model.switches.bf16);
         print_setup(t);
         logger_open(&t->logger, opt->metrics, t->step, run->config.num_hidden_layers);
         trace_start(t);

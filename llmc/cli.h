@@ -234,10 +234,8 @@ static const struct {
     int program;
     const char* instead;
 } option_refusals[] = {
-    {"precision", "bf16", PROGRAM_CPU,
-        "train_moe_cpu computes in fp32 for now: leave --precision out (train_moe, the GPU trainer, computes in bf16)"},
     {"precision", "fp32", PROGRAM_GPU,
-        "train_moe computes in bf16: leave --precision out (train_moe_cpu computes in fp32)"},
+        "train_moe computes in bf16: leave --precision out (train_moe_cpu has both)"},
     {"attention", "cudnn", PROGRAM_CPU,
         "cuDNN is honoured by train_moe, the GPU trainer: use --attention flash"},
 };
@@ -734,9 +732,10 @@ static inline void options_echo(const Options* opt, FILE* file) {
     fprintf(file, "\n");
 }
 
-// {"given": [names], "batch-size": 8, ...}: what trainer_state.json keeps. The caller owns the result.
+// {"program": "train_moe_cpu", "given": [names], "batch-size": 8, ...}: what trainer_state.json keeps. The caller owns the result.
 static inline cJSON* options_json(const Options* opt) {
     cJSON* json = cJSON_CreateObject();
+    cJSON_AddStringToObject(json, "program", program_title(opt->program));
     cJSON* given = cJSON_AddArrayToObject(json, "given");
     for (int i = 0; i < NUM_OPTIONS; i++) {
         const OptionRow* row = &option_table[i];
@@ -797,6 +796,8 @@ static inline bool option_displaced(const bool* on_command_line, const OptionRow
 // and options this version does not know are left alone. json may be freed afterwards: the strings are copied.
 static inline void options_inherit(Options* opt, const cJSON* json) {
     const cJSON* given = cJSON_GetObjectItemCaseSensitive(json, "given");
+    const cJSON* program = cJSON_GetObjectItemCaseSensitive(json, "program");
+    bool same_program = cJSON_IsString(program) && strcmp(program->valuestring, program_title(opt->program)) == 0;
     const cJSON* name;
     static char* strings[OPTIONS_MAX]; // live as long as the program, as argv does
     bool on_command_line[OPTIONS_MAX];
@@ -807,7 +808,7 @@ static inline void options_inherit(Options* opt, const cJSON* json) {
         const OptionRow* row = &option_table[i];
         if (!option_belongs_to_run(row) || !option_honoured(row, opt->program)) { continue; }
         if (option_displaced(on_command_line, row)) { continue; }
-        if (strcmp(row->name, "precision") == 0) { continue; } // the other trainer may have written it
+        if (strcmp(row->name, "precision") == 0 && !same_program) { continue; } // each trainer has its own
         const cJSON* item = cJSON_GetObjectItemCaseSensitive(json, row->name);
         char number[40];
         if (cJSON_IsString(item)) {

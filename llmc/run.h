@@ -206,12 +206,6 @@ static inline void run_open_files(Run* run, int rank, int num_ranks) {
     if (opt->out != NULL && run->trains && rank == 0) { run_open_out(run); }
 }
 
-// Both, for a program with one process.
-static inline void run_open(Run* run, int argc, char** argv, int program) {
-    run_open_model(run, argc, argv, program, 1);
-    if (!run->opt.dry_run) { run_open_files(run, 0, 1); }
-}
-
 // After each save: the tokenizer's files are those of the newest checkpoint now. Where they came from may be an older
 // one, which --keep has just removed.
 static inline void run_saved(Run* run, int64_t step) {

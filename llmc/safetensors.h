@@ -45,8 +45,8 @@ static inline float bf16_to_f32(uint16_t x) { // bf16 is the upper half of a flo
 static inline uint16_t f32_to_bf16(float value) { // round to nearest, ties to even; NaN stays NaN
     uint32_t bits;
     memcpy(&bits, &value, sizeof(bits));
-    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) { return (uint16_t)((bits >> 16) | 0x40u); }
-    return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+    uint32_t rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
+    return (uint16_t)((value != value ? bits | 0x400000u : rounded) >> 16); // in a form that compilers vectorise
 }
 
 // 1 sign, 5 exponent, 10 mantissa bits; subnormals, infinities and NaN included

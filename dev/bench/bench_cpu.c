@@ -1,6 +1,7 @@
-// bench_cpu.c (`make bench-cpu`): how fast is a training step of train_moe_cpu.c, as a share of what this machine's matrix product allows?
-// A step and a square sgemm take turns in one run, so that both meet the same noise; medians are compared.
-//   build/bench_cpu [S] [M] [SEED1] [steps]      the sizes are those of the table below
+// bench_cpu.c (part of `make bench-cpu`): how fast is a training step of train_moe_cpu.c, as a share of what this machine's matrix
+// product allows? A step and a square product take turns in one run, so that both meet the same noise; medians are compared.
+//   build/bench_cpu [S] [M] [SEED1] [fp32] [bf16] [steps]      the sizes are those of the table below
+//   build/bench_cpu serve SIZE PRECISION       for compare_cpu.py: reads numbers of steps, answers each with what they took in ms
 #define TESTING
 #include "../../train_moe_cpu.c"
 
@@ -11,6 +12,7 @@ static const BenchSize sizes[] = {
     {"M", 512, 6, 8, 16, 512, 16384, 4, 512},
     {"SEED1", 896, 12, 16, 16, 512, 151936, 1, 512}, // smol-500m
 };
+enum { NUM_SIZES = sizeof(sizes) / sizeof(sizes[0]) };
 
 static int compare_doubles(const void* a, const void* b) {
     double x = *(const double*)a, y = *(const double*)b;
@@ -22,16 +24,18 @@ static double median(double* x, int n) {
     return n % 2 ? x[n / 2] : 0.5 * (x[n / 2 - 1] + x[n / 2]);
 }
 
-static double sgemm_rate(void) {
+static double product_rate(bool bf16) {
     // FLOP/s of one 1536^3 product, all threads
     enum { SIZE = 1536 };
     static real* memory = NULL;
     if (!memory) {
         memory = (real*)arena_alloc(3 * SIZE * SIZE * sizeof(real));
         for (size_t i = 0; i < 3 * SIZE * SIZE; i++) { memory[i] = (real)(i % 7) - 3; }
+        if (bf16_product_missing() == NULL) { bf16_copy_add(memory, 2 * SIZE * SIZE, false); }
+        to_bf16_all(memory, 2 * SIZE * SIZE);
     }
     double begin = profiler_clock_us();
-    gemm(false, true, SIZE, SIZE, SIZE, memory, SIZE, memory + SIZE * SIZE, SIZE, 0, memory + 2 * SIZE * SIZE, SIZE);
+    (bf16 ? gemm : gemm_fp32)(false, true, SIZE, SIZE, SIZE, memory, SIZE, memory + SIZE * SIZE, SIZE, 0, memory + 2 * SIZE * SIZE, SIZE);
     return 2.0 * SIZE * SIZE * SIZE / (profiler_clock_us() - begin) * 1e6;
 }
 
@@ -51,56 +55,101 @@ static double cpu_seconds_of_mine(void) {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-static void bench(const BenchSize* size, int steps) {
+// a model of that size, its batch, and a step of both
+typedef struct { Model model; Options opt; Profiler profiler; Microbatch mb; int *tokens, steps; } Bench;
+
+static void bench_create(Bench* b, const BenchSize* size, bool bf16) {
     MoEConfig c;
     config_preset(&c, "smol-500m");
     c.hidden_size = size->hidden; c.num_hidden_layers = size->layers; c.num_attention_heads = c.num_key_value_heads = size->heads;
     c.num_experts = size->experts; c.moe_intermediate_size = size->ffn; c.vocab_size = size->vocab; c.eos_token_id = c.bos_token_id = -1;
-    Switches switches = {ATTENTION_FLASH, EXPERTS_GROUPED, true, 0, 0};
-    Options opt;
-    options_defaults(&opt, PROGRAM_CPU);
-    Model m;
-    Profiler profiler;
-    profiler_init(&profiler, NULL);
-    model_create(&m, &c, switches, size->B, size->T, true);
-    model_init(&m, 1);
-    optimizer_init(&m);
-    m.profiler = &profiler;
+    Switches switches = {ATTENTION_FLASH, EXPERTS_GROUPED, true, 0, 0, bf16};
+    memset(b, 0, sizeof(*b));
+    options_defaults(&b->opt, PROGRAM_CPU);
+    profiler_init(&b->profiler, NULL);
+    model_create(&b->model, &c, switches, size->B, size->T, true);
+    model_init(&b->model, 1);
+    optimizer_init(&b->model);
+    b->model.profiler = &b->profiler;
     size_t N = size->B * size->T;
-    int* tokens = (int*)mallocCheck((N + 1) * sizeof(int));
-    for (size_t i = 0; i <= N; i++) { tokens[i] = (int)(hash64(i) % (uint64_t)c.vocab_size); }
-    Microbatch mb = {tokens, tokens + 1, NULL, NULL, (double)N, 1};
-    double flop = (double)N * model_flops_per_token(m.table.num_matmul_active, c.num_hidden_layers, c.num_attention_heads, c.head_dim, size->T);
+    b->tokens = (int*)mallocCheck((N + 1) * sizeof(int));
+    for (size_t i = 0; i <= N; i++) { b->tokens[i] = (int)(hash64(i) % (uint64_t)c.vocab_size); }
+    b->mb = (Microbatch){b->tokens, b->tokens + 1, NULL, NULL, (double)N, 1};
+}
+
+static double bench_step(Bench* b) {
+    profiler_step_begin(&b->profiler, ++b->steps);
+    model_forward_backward(&b->model, &b->mb, true);
+    model_update(&b->model, b->steps, 1e-4, model_grad_norm(&b->model), &b->opt);
+    profiler_step_end(&b->profiler);
+    return b->profiler.step_ms;
+}
+
+static void bench_free(Bench* b) {
+    free(b->tokens);
+    model_free(&b->model);
+}
+
+static void bench(const BenchSize* size, bool bf16, int steps) {
+    Bench b;
+    bench_create(&b, size, bf16);
+    size_t N = size->B * size->T;
+    const MoEConfig* c = &b.model.config;
+    const ParamTable* table = &b.model.table;
+    double flop = (double)N * model_flops_per_token(table->num_matmul_active, c->num_hidden_layers, c->num_attention_heads, c->head_dim, size->T);
     double *step_ms = (double*)mallocCheck((size_t)steps * sizeof(double)), *rate = (double*)mallocCheck((size_t)steps * sizeof(double));
     double all = 0, mine = 0, start = 0;
     for (int i = -1; i < steps; i++) { // step -1 warms up: first touches of memory, code that the library generates
         if (i == 0) { all = cpu_seconds_of_all(); mine = cpu_seconds_of_mine(); start = profiler_clock_us(); }
-        double r = sgemm_rate();
-        profiler_step_begin(&profiler, i + 2);
-        model_forward_backward(&m, &mb, true);
-        model_update(&m, i + 2, 1e-4, model_grad_norm(&m), &opt);
-        profiler_step_end(&profiler);
-        if (i >= 0) { rate[i] = r; step_ms[i] = profiler.step_ms; }
+        double r = product_rate(bf16), ms = bench_step(&b);
+        if (i >= 0) { rate[i] = r; step_ms[i] = ms; }
     }
     double others = (cpu_seconds_of_all() - all - (cpu_seconds_of_mine() - mine)) / ((profiler_clock_us() - start) * 1e-6);
-    double ms = median(step_ms, steps), sgemm = median(rate, steps);
-    printf("%-6s %7.1fM parameters, B=%zu T=%zu: %.1f ms a step (%.1f .. %.1f), %.0f tokens/s, %.1f GFLOP/s = %.1f%% of sgemm's %.1f GFLOP/s; "
-           "others used %.2f cores\n", size->name, (double)m.table.num_parameters / 1e6, size->B, size->T, ms, step_ms[0], step_ms[steps - 1],
-           (double)N / ms * 1e3, flop / ms / 1e6, 100 * flop / ms * 1e3 / sgemm, sgemm / 1e9, others);
-    profiler_table(&profiler, stdout);
-    free(step_ms); free(rate); free(tokens);
-    model_free(&m);
+    double ms = median(step_ms, steps), product = median(rate, steps);
+    printf("%-6s %s %7.1fM parameters, B=%zu T=%zu: %.1f ms a step (%.1f .. %.1f), %.0f tokens/s, %.1f GFLOP/s = %.1f%% of a product's %.1f GFLOP/s; "
+           "others used %.2f cores\n", size->name, bf16 ? "bf16" : "fp32", (double)table->num_parameters / 1e6, size->B, size->T, ms, step_ms[0],
+           step_ms[steps - 1], (double)N / ms * 1e3, flop / ms / 1e6, 100 * flop / ms * 1e3 / product, product / 1e9, others);
+    profiler_table(&b.profiler, stdout);
+    free(step_ms); free(rate);
+    bench_free(&b);
+}
+
+static int serve(const BenchSize* size, bool bf16) {
+    Bench b;
+    int steps;
+    bench_create(&b, size, bf16);
+    while (scanf("%d", &steps) == 1) {
+        for (int i = 0; i < steps; i++) { printf("%s%.3f", i > 0 ? " " : "", bench_step(&b)); }
+        printf("\n");
+        fflush(stdout);
+    }
+    bench_free(&b);
+    return 0;
 }
 
 int main(int argc, char** argv) {
     program_name = "bench_cpu";
-    int steps = 10, named = 0;
-    for (int i = 1; i < argc; i++) { if (atoi(argv[i]) > 0) { steps = atoi(argv[i]); } else { named++; } }
-    printf("%d threads, matrix products by %s\n", num_threads(), gemm_library());
-    for (size_t s = 0; s < sizeof(sizes) / sizeof(sizes[0]); s++) {
-        bool wanted = named == 0 && s < 2; // SEED1 takes 9 GiB, so it is asked for by name
-        for (int i = 1; i < argc; i++) { wanted = wanted || strcmp(argv[i], sizes[s].name) == 0; }
-        if (wanted) { bench(&sizes[s], steps); }
+    int steps = 10, sizes_named = 0, precisions_named = 0;
+    bool wanted[NUM_SIZES] = {true, true, false}, fp32 = true, bf16 = bf16_product_missing() == NULL; // SEED1 takes 10 GiB: by name only
+    for (int i = 1; i < argc; i++) {
+        bool serves = strcmp(argv[1], "serve") == 0;
+        if (serves && i == 1) { continue; }
+        for (size_t s = 0; s < NUM_SIZES; s++) {
+            if (strcmp(argv[i], sizes[s].name) != 0) { continue; }
+            if (serves && argc == 4) { return serve(&sizes[s], strcmp(argv[3], "bf16") == 0); }
+            if (sizes_named++ == 0) { memset(wanted, 0, sizeof(wanted)); }
+            wanted[s] = true;
+        }
+        bool is_fp32 = strcmp(argv[i], "fp32") == 0, is_bf16 = strcmp(argv[i], "bf16") == 0;
+        if ((is_fp32 || is_bf16) && precisions_named++ == 0) { fp32 = bf16 = false; }
+        fp32 |= is_fp32;
+        bf16 |= is_bf16;
+        if (atoi(argv[i]) > 0) { steps = atoi(argv[i]); }
+    }
+    printf("%d threads, matrix products by %s\n", num_threads(), gemm_library(false));
+    for (size_t s = 0; s < NUM_SIZES; s++) {
+        if (wanted[s] && fp32) { bench(&sizes[s], false, steps); }
+        if (wanted[s] && bf16) { bench(&sizes[s], true, steps); }
     }
     return 0;
 }

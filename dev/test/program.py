@@ -31,6 +31,11 @@ def cpu_test(function):
     return function if GPU else test(function)
 
 
+def bf16_here():
+    """May the trainer be told to compute in bf16? A GPU trainer always does; train_moe_cpu needs oneDNN and a processor that can."""
+    return GPU or run([PROGRAM, "--model", "tiny", "--train-data", "x", "--precision", "bf16", "--dry-run"], code=None).code == 0
+
+
 def tensors_of(path):
     """The tensors of a safetensors file, BF16 ones as float32 (numpy has no such type)."""
     content = read(path)

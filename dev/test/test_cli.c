@@ -197,7 +197,6 @@ static void what_a_program_cannot_honour_is_refused_by_name(void) {
     const char* gpu_only[] = {"--master 1", "--pinned 1", "--allreduce last", "--allreduce-dtype bf16", "--overlap 0",
                               "--recompute none"};
     for (size_t i = 0; i < 6; i++) { EXPECT_FATAL(train(gpu_only[i]), "honoured by train_moe alone, not by train_moe_cpu"); }
-    EXPECT_FATAL(train("--precision bf16"), "train_moe_cpu computes in fp32 for now: leave --precision out");
     EXPECT_FATAL(train("--attention cudnn"), "use --attention flash");
     EXPECT_FATAL(parse("--model demo --train-data x --precision fp32", PROGRAM_GPU), "train_moe computes in bf16");
     EXPECT_FATAL(parse("--model demo --train-data x --threads 2", PROGRAM_GPU),
@@ -206,6 +205,8 @@ static void what_a_program_cannot_honour_is_refused_by_name(void) {
     CHECK(!opt.master && strcmp(opt.attention, "cudnn") == 0 && strcmp(opt.recompute, "moe") == 0);
     train("--precision fp32 --attention naive --experts loop --optimizer simple --loader inline --tokenize inline");
     CHECK(strcmp(opt.experts, "loop") == 0 && strcmp(opt.tokenize, "inline") == 0);
+    train("--precision bf16");
+    CHECK(strcmp(opt.precision, "bf16") == 0);
 }
 
 static void contradictions_are_refused(void) {
@@ -350,6 +351,25 @@ static void a_resumed_run_inherits_what_was_given_before(void) {
     cJSON_Delete(saved);
 }
 
+static void precision_is_inherited_from_the_same_program_alone(void) {
+    for (int by = 0; by < 2; by++) {
+        int writer = by == 0 ? PROGRAM_CPU : PROGRAM_GPU;
+        parse("--model demo --train-data x --precision bf16", writer);
+        cJSON* saved = options_json(&opt);
+        parse_cpu("--resume --out o");
+        options_inherit(&opt, saved);
+        CHECK(strcmp(opt.precision, by == 0 ? "bf16" : "fp32") == 0);
+        parse_cpu("--resume --out o --precision fp32");
+        options_inherit(&opt, saved);
+        CHECK(strcmp(opt.precision, "fp32") == 0);
+        cJSON_DeleteItemFromObject(saved, "program"); // as it was written before there was a choice
+        parse_cpu("--resume --out o");
+        options_inherit(&opt, saved);
+        CHECK(strcmp(opt.precision, "fp32") == 0);
+        cJSON_Delete(saved);
+    }
+}
+
 static void inherited_options_survive_a_hostile_file(void) {
     cJSON* json = cJSON_Parse("{\"given\":[\"lr\",\"nope\",3,\"steps\",\"schedule\"],"
                               "\"lr\":[1],\"nope\":2,\"steps\":null}");
@@ -387,6 +407,7 @@ int main(int argc, char** argv) {
     RUN(help_exits_with_0_whatever_else_is_missing);
     RUN(echo_shows_what_is_set_and_nothing_else);
     RUN(a_resumed_run_inherits_what_was_given_before);
+    RUN(precision_is_inherited_from_the_same_program_alone);
     RUN(inherited_options_survive_a_hostile_file);
     return test_summary();
 }

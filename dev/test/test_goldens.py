@@ -1,7 +1,8 @@
 """The trainer against every golden folder: logits, losses, routing, gradients, ten steps of AdamW, every way to store
 weights. All numbers come from Hugging Face's code (goldens/README.md); needs numpy and safetensors, no torch.
-A GPU trainer computes in bf16, which would choose other experts for some tokens: it is told the experts of each token
-(--force-routing), compared within wider limits, and its ten steps with those of the CPU trainer, told the same."""
+A trainer in bf16 (the GPU's, and the CPU's with --precision bf16) would choose other experts for some tokens: it is told the
+experts of each token (--force-routing), compared within wider limits, and its ten steps with those of the CPU trainer in fp32,
+told the same."""
 
 import glob
 import os
@@ -20,8 +21,8 @@ def options_for(golden):
     return ["--init", golden, "--batch", batch] + (["--doc-mask"] if "doc_ids" in load_file(batch) else [])
 
 
-def check_table(table):
-    check(len(table.rows) >= (8 if GPU else 16), f"only {len(table.rows)} quantities compared")
+def check_table(table, bf16=False):
+    check(len(table.rows) >= (8 if bf16 else 16), f"only {len(table.rows)} quantities compared")
     check(not table.failed(), "; ".join(f"{q}: {m:.2e}, allowed {t:.0e} {note}" for q, m, t, note in table.failed()))
 
 
@@ -38,14 +39,15 @@ def check_golden_in_bf16(name, *variant):
     golden, options = os.path.join(GOLDENS, name), [*options_for(os.path.join(GOLDENS, name)), "--force-routing"]
     os.makedirs(folder(), exist_ok=True)
     run([PROGRAM, *options, "--dump", folder("dump.safetensors"), *variant])
-    check_table(compare(golden, folder("dump.safetensors"), bf16=True))
+    check_table(compare(golden, folder("dump.safetensors"), bf16=True), bf16=True)
     losses = []
-    for program in (PROGRAM, CPU_TRAINER):
-        run([program, *options, *TEN_STEPS[:-2], "--metrics", folder("steps.jsonl"), *(variant if program == PROGRAM else [])])
+    for program, how in ((PROGRAM, variant), (CPU_TRAINER, [])):
+        run([program, *options, *TEN_STEPS[:-2], "--metrics", folder("steps.jsonl"), *how])
         losses.append(column(folder("steps.jsonl"), "loss"))
     for step, (a, b) in enumerate(zip(*losses), 1):
         check_near(a, b, 1e-2, f"loss of step {step}")
     check(len(losses[0]) == len(losses[1]) == 10, f"{len(losses[0])} and {len(losses[1])} steps")
+    check(losses[0] != losses[1], "the same losses as in fp32")
 
 
 def claim(name, function):
@@ -58,6 +60,10 @@ for name in names:
     claim(f"{name}_is_what_hugging_face_computes", lambda name=name: (check_golden_in_bf16 if GPU else check_golden)(name))
 for name in ("docs", "odd") if GPU else ("aux", "docs", "mixed", "odd"):
     claim(f"{name}_holds_on_the_plain_path", lambda name=name: (check_golden_in_bf16 if GPU else check_golden)(name, *PLAIN))
+if not GPU and bf16_here():
+    for name in names:
+        claim(f"{name}_holds_in_bf16", lambda name=name: check_golden_in_bf16(name, "--precision", "bf16"))
+    claim("odd_holds_in_bf16_on_the_plain_path", lambda: check_golden_in_bf16("odd", "--precision", "bf16", *PLAIN))
 if GPU:
     claim("mixed_holds_without_keeping_what_experts_compute", lambda: check_golden_in_bf16("mixed", "--recompute", "moe"))
 

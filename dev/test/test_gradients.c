@@ -349,7 +349,7 @@ static void check_model(MoEConfig c, size_t B, size_t T, const int* doc_start, b
     // only_expert >= 0: every token goes there (needs top-1), all other experts get none
     char err[256];
     if (!CHECK(config_check(&c, err, sizeof(err)))) { return; }
-    Switches switches = {ATTENTION_FLASH, EXPERTS_GROUPED, true, 0.05, 0.02};
+    Switches switches = {ATTENTION_FLASH, EXPERTS_GROUPED, true, 0.05, 0.02, false};
     Model model;
     model_create(&model, &c, switches, B, T, true);
     for (size_t i = 0; i < model.table.num_parameters; i++) { model.params[i] = uniform(-0.6, 0.6); }

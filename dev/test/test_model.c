@@ -15,7 +15,7 @@ static MoEConfig test_config(void) {
 }
 
 static Switches default_switches(void) {
-    Switches s = {ATTENTION_FLASH, EXPERTS_GROUPED, true, 0.05, 0.01};
+    Switches s = {ATTENTION_FLASH, EXPERTS_GROUPED, true, 0.05, 0.01, false};
     return s;
 }
 

@@ -311,7 +311,22 @@ if GPU:
 else:
     row("option_gpu_only", [*RUN, "--master", 0], "--master is honoured by train_moe alone")
     row("option_choice_gpu_only", [*RUN, "--attention", "cudnn"], "--attention cudnn", "train_moe")
-    row("option_precision", [*RUN, "--precision", "bf16"], "--precision bf16")
+    row("option_precision_unknown", [*RUN, "--precision", "fp16"], "--precision must be one of fp32|bf16")
+
+
+    @test
+    def option_precision_on_a_processor_without_bf16():  # oneDNN is told that this were one
+        expect_error([PROGRAM, *RUN, "--precision", "bf16", "--out", folder("out")], "--precision bf16", "bf16",
+                     env={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "DNNL_MAX_CPU_ISA": "AVX512_CORE"})
+        check(not os.path.exists(folder("out")), "it left something")
+
+
+    @test
+    def option_precision_in_a_build_without_onednn():
+        plain = folder("plain")
+        run([os.environ.get("CC", "cc"), "-std=c11", "-I.", "-w", "train_moe_cpu.c", "-o", folder() + "/plain", "-lcjson", "-lm", "-lpthread"])
+        expect_error([plain, *RUN, "--precision", "bf16"], "--precision bf16", "built without oneDNN")
+        run([plain, *RUN, "--precision", "fp32"])
 row("option_choice_unknown", [*RUN, "--experts", "magic"], "--experts must be one of loop|grouped")
 row("options_for_two_models", [*RUN, "--config", "x"], "--model and --config exclude each other")
 row("options_for_two_kinds_of_data", [*RUN[:2], "--train-data", GOOD, "--batch", BATCH], "--train-data and --batch exclude each other")

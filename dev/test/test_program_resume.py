@@ -67,6 +67,15 @@ def resume_holds_with_everything_switched_on():
 
 
 @cpu_test
+def resume_holds_in_bf16():  # which the checkpoint says, not the command line; the weights of a checkpoint are fp32
+    if not bf16_here():
+        return
+    check_resumed_equals_unbroken(["--train-data", stories(), "--precision", "bf16"], "--grad-accum", 2, "--sample-every", 2)
+    weights = load_file(os.path.join(step_folder(folder("whole"), 5), "model.safetensors"))["lm_head.weight"]
+    check(np.mean(weights != round_bf16(weights)) > 0.9, "the weights were rounded")
+
+
+@cpu_test
 def resume_holds_with_the_loader_inline():
     check_resumed_equals_unbroken(["--train-data", stories()], "--loader", "inline")
 

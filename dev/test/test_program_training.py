@@ -2,6 +2,7 @@
 is switched to; learning rates, sizes and memory against independent sums; a run that goes wrong stops in time. run.sh runs what is
 marked @test with the GPU trainer, too; of its numbers test_gpu_trainer.py says more."""
 
+import glob
 import math
 import resource
 import subprocess
@@ -56,6 +57,27 @@ def each_speed_switch_alone_gives_the_same_losses():
         losses = [line["loss"] for line in train(switch[0], *switch, steps=8)]
         for step, (a, b) in enumerate(zip(default, losses), 1):
             check_near(a, b, 1e-5 * step * a, f"{' '.join(map(str, switch))}, loss of step {step}")
+
+
+def real_text():
+    """Sayings of Debian's package `fortunes`, or what this project says about itself, as documents."""
+    files = [f for f in sorted(glob.glob("/usr/share/games/fortunes/*")) if "." not in os.path.basename(f)]
+    files = files or sorted(glob.glob(os.path.join(ROOT, "**", "*.md"), recursive=True))
+    text = b"\n%\n".join(read(f) for f in files)[:500000].decode(errors="ignore")
+    return write(folder("real.txt"), "<|endoftext|>".join(text.split("\n%\n")))
+
+
+@cpu_test
+def bf16_follows_the_curve_of_fp32_over_200_steps_of_real_text():
+    if not bf16_here():
+        return
+    data = ["--tokenize", "inline", "--train-data", real_text(), "--batch-size", 16, "--seq-len", 64, "--lr", "1e-3"]
+    curves = []
+    for precision in ("fp32", "bf16"):
+        run([PROGRAM, "--model", "tiny", *data, "--steps", 200, "--precision", precision, "--metrics", folder(precision)])
+        curves.append(np.convolve(column(folder(precision), "ce_loss"), np.ones(20) / 20, "valid"))
+    check(curves[0][0] > 3.5 and curves[0][-1] < 2.8, f"it learned nothing: {curves[0][0]} .. {curves[0][-1]}")
+    check(0 < np.abs(curves[0] - curves[1]).max() <= 0.01, f"means of 20 steps differ by {np.abs(curves[0] - curves[1]).max()}")
 
 
 @cpu_test
@@ -242,15 +264,21 @@ def a_run_that_cannot_fit_into_the_machine_is_told_what_would():  # U2; not left
 
 @cpu_test
 def peak_memory_is_what_dry_run_says():
-    size = ["--model", "demo", "--batch-size", 32, "--seq-len", 256]
+    stories(documents=900)
+    check_peak_memory(0.9)
+    if bf16_here():
+        check_peak_memory(0.75, "--precision", "bf16")  # room for copies of all activations, of which about half is used
+
+
+def check_peak_memory(at_least, *options):
+    size = ["--model", "demo", "--batch-size", 32, "--seq-len", 256, *options]
     planned = plan(*size)[1]["total"] * 2**20
     check(3e8 < planned < 9e8, f"{planned} bytes are no size for this test")
-    stories(documents=900)
     code = ("import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
             "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)")
     peak = 1024 * int(run(["python3", "-c", code, PROGRAM, *size, "--train-data", folder("data/train.bin"), "--steps", 3,
-                           "--out", folder("out")]).out)
-    check(abs(peak - planned) <= 0.1 * planned, f"peak {peak / 2**20:.0f} MiB, planned {planned / 2**20:.0f} MiB")
+                           "--out", folder("out" + "".join(options))]).out)
+    check(at_least * planned <= peak <= 1.1 * planned, f"peak {peak / 2**20:.0f} MiB, planned {planned / 2**20:.0f} MiB")
 
 
 # ----------------------------------------------------------------------------
