@@ -21,7 +21,7 @@
 #define SPLIT_MAX_STEPS 1000000  // ... so many steps of backtracking, and ...
 #define SPLIT_STEPS_PER_BYTE 20  // ... more in a long text, which may be one word
 #define SPLIT_SECONDS 10         // for a text, and more for a long one; real patterns take microseconds
-#define SPLIT_BYTES_PER_SECOND 10000
+#define SPLIT_BYTES_PER_SECOND 100000
 
 // ----------------------------------------------------------------------------
 // translation: Oniguruma's pattern -> PCRE2's

@@ -12,7 +12,7 @@
 
 #define TOKENIZER_EOT "<|endoftext|>" // opens every document; the only special token of the byte tokenizer
 #define TOKENIZER_MAX_ID (1 << 24)    // a vocabulary index above this is taken for a broken file
-#define TOKENIZER_MAX_FILE ((size_t)1 << 26) // bytes of tokenizer.json; the largest known have some 30 MB
+#define TOKENIZER_MAX_FILE ((size_t)40 << 20) // bytes of tokenizer.json; the largest known have some 30 MB
 #define TOKENIZER_MAX_BYTES 256       // what tokenizer_decode writes at most
 
 typedef struct {
