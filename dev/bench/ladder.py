@@ -285,7 +285,7 @@ class Ladder:
     def __init__(self, args, trainer, runner):
         self.args, self.trainer, self.runner = args, trainer, runner
         self.tokens = trainer.batch * trainer.T * trainer.accum
-        self.rows, self.hours, self.warmup = [], None, 2
+        self.rows, self.several, self.warmup = [], None, 2
 
     def say(self, text):
         print(text, flush=True)
@@ -311,12 +311,14 @@ class Ladder:
         except RuntimeError as error:
             raise LadderError(str(error))
         self.warmup = 1 if first.ms > 1000 else 2
-        before = {"config": config, "ms": first.ms, "overhead": first.overhead, "first": first}
+        before = {"config": config, "ms": first.ms, "overhead": first.overhead, "first": first, "hours": None}
         self.rows.append(rung_row(rungs[0], ms=None, hours=None, phases={}, switches=" ".join(f"--{k} {v}" for k, v in config.switches.items())))
         for rung in rungs[1:]:
             why = self.trainer.why_not(rung)
             if why is None and rung.id in ("last", "overlap") and before["config"].ranks == 1:
-                why = "no rung with several ranks was kept"
+                before = self.several or before # naive ranks were not kept: perhaps they gain with this
+                if before["config"].ranks == 1:
+                    why = "no rung with several ranks has run"
             if why is not None:
                 self.rows.append(rung_row(rung, status="cannot run", why=why))
                 self.say(f"  {rung.id:<10} cannot run here: {why}")
@@ -348,21 +350,23 @@ class Ladder:
         verdict, why = c.verdict, c.why
         if not agree:
             verdict, why = stats.REVERT, f"its loss differs by {100 * difference:.2g}%: it computes something else"
-        if self.hours is None: # the first comparison also measures the start
+        hours = before["hours"]
+        if hours is None: # the first comparison also measures the start
             ms = statistics.median(r.ms for r in old)
-            self.hours = roofline.hours(self.tokens / ms * 1e3, TOKENS_GOAL)
-            self.rows[0].update(ms=spread([r.ms for r in old]), hours=self.hours, phases=phase_shares(old))
+            hours = before["hours"] = roofline.hours(self.tokens / ms * 1e3, TOKENS_GOAL)
+            self.rows[0].update(ms=spread([r.ms for r in old]), hours=hours, phases=phase_shares(old))
         self.rows.append(rung_row(
             rung, verdict=verdict, why=why, ratio=c.ratio, low=c.low, high=c.high, rounds=rounds, steps=steps,
-            ms=spread([r.ms for r in new]), ms_before=spread([r.ms for r in old]), hours=self.hours * c.ratio, phases=phase_shares(new),
+            ms=spread([r.ms for r in new]), ms_before=spread([r.ms for r in old]), hours=hours * c.ratio,
+            phases=phase_shares(new),
             loss={"difference": difference if math.isfinite(difference) else None, "tolerance": self.trainer.tolerance, "agree": agree,
                   "before": old[0].losses, "after": new[0].losses}, ranks=config.ranks))
         self.say(f"  {rung.id:<10} {self.rows[-1]['ms_before']['median']:9.4g} -> {self.rows[-1]['ms']['median']:9.4g} ms a step  "
                  f"{change_text(c.ratio, c.low, c.high):<28} {verdict:<14} ({rounds} x {steps} steps, loss {difference:.1e} apart)")
-        if verdict != stats.KEEP:
-            return before
-        self.hours *= c.ratio
-        return {"config": config, "ms": self.rows[-1]["ms"]["median"], "overhead": trial.overhead, "first": trial}
+        after = {"config": config, "ms": self.rows[-1]["ms"]["median"], "overhead": trial.overhead, "first": trial, "hours": hours * c.ratio}
+        if config.ranks > 1 and agree:
+            self.several = after
+        return after if verdict == stats.KEEP else before
 
     def rung_without_times(self, rung, before, config, trial):
         difference, agree = losses_agree(before["first"].losses, trial.losses, self.trainer.tolerance)
@@ -371,7 +375,7 @@ class Ladder:
                                   loss={"difference": difference if math.isfinite(difference) else None, "tolerance": self.trainer.tolerance,
                                         "agree": agree, "before": before["first"].losses, "after": trial.losses}, ranks=config.ranks))
         self.say(f"  {rung.id:<10} loss {difference:.1e} apart: {'the same' if agree else 'NOT the same'}")
-        return {"config": config, "ms": trial.ms, "overhead": trial.overhead, "first": trial} if agree else before
+        return {**before, "config": config, "ms": trial.ms, "overhead": trial.overhead, "first": trial} if agree else before
 
 
 def change_text(ratio, low, high):

@@ -79,7 +79,7 @@ def summary(ladder):
     start = rows[0]["hours"]
     if not up:
         return f"No rung made a step surely faster: {number(start)} h to 10B tokens."
-    best, last = min(up, key=lambda row: row["ratio"]), up[-1]["hours"]
+    best, last = min(up, key=lambda row: row["ratio"]), min(row["hours"] for row in up)
     text = (f"{number(start)} h to 10B tokens became {number(last)} h, {start / last:.2f} times as fast. "
             f"The largest gain: {best['title']} ({percent(best['ratio'])} of the step's time).")
     for word, verdict in (("No difference", "no difference"), ("Reverted", "revert")):
@@ -410,7 +410,7 @@ def page(ladder):
     where = (f"{ladder['program']}, model {ladder['model']}, {ladder['batch_size']} x {ladder['seq_len']} tokens a microbatch, "
              f"{ladder['grad_accum']} a step, on {ladder['machine']}; {ladder['made']}, commit {ladder['commit']}, {ladder['minutes']:.1f} minutes")
     rows, up, emulated = measured(ladder), kept(ladder), ladder["trainer"] == "emu"
-    title = f"The ladder: {number(rows[0]['hours'])} h → {number(up[-1]['hours'])} h to 10B tokens" if rows and up else "The ladder"
+    title = f"The ladder: {number(rows[0]['hours'])} h → {number(min(r['hours'] for r in up))} h to 10B tokens" if rows and up else "The ladder"
     explain = "Each row adds one switch; the loss must stay what it was."
     if not emulated:
         explain = ("Each row adds one switch and is kept only if the whole step got surely faster. Left the hours on this machine with this "
