@@ -145,11 +145,18 @@ static inline void checkpoint_write_tokenizer(const char* dir, const char* token
     }
 }
 
-// A hash of a file's bytes and their number; no single changed word goes unnoticed. False if it cannot be read.
+// A hash of a file's bytes and their number; no single changed word goes unnoticed. False, with errno, if it cannot be
+// read or is no regular file.
 static inline bool file_hash(const char* path, uint64_t* hash) {
     const size_t chunk = (size_t)1 << 20;
-    FILE* fp = fopen(path, "rb");
-    if (fp == NULL) { return false; }
+    struct stat st;
+    int fd = open_to_read(path);
+    bool regular = fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode);
+    FILE* fp = regular ? fdopen(fd, "rb") : NULL;
+    if (fp == NULL) {
+        if (fd >= 0) { close(fd); errno = EINVAL; }
+        return false;
+    }
     unsigned char* buffer = (unsigned char*)mallocCheck(chunk);
     uint64_t h = 0xCBF29CE484222325u, size = 0; // FNV-1a's numbers, on words
     size_t n;

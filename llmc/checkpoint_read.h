@@ -155,7 +155,9 @@ static inline bool checkpoint_check_sums(const char* dir, char* err, size_t err_
     for (const cJSON* node = json != NULL ? json->child : NULL; node != NULL && ok; node = node->next) {
         uint64_t saved, hash;
         char* file = str_format("%s/%s", dir, node->string);
-        if (!file_hash(file, &hash)) {
+        if (strchr(node->string, '/') != NULL) {
+            ok = fail_with(err, err_size, "%s: \"%.100s\" is no name of a file in the same folder", path, node->string);
+        } else if (!file_hash(file, &hash)) {
             ok = fail_with(err, err_size, "cannot read %s: %s", file, strerror(errno));
         } else if (!json_u64(node, &saved) || hash != saved) {
             ok = fail_with(err, err_size, "%s is not as it was saved, its checksum differs; if it was changed on purpose, "

@@ -13,12 +13,13 @@
 
 #define CHOICES_MAX_LINE ((size_t)1 << 24)
 #define CHOICES_MAX 1000 // of one question
+#define CHOICES_MIN_QUESTION 50 // bytes that a question takes at least
 
 typedef struct {
-    int* tokens;             // (length) an end-of-text token, context, choice
-    size_t length, begin;    // the choice is tokens[begin] and what follows
-    double bytes;            // of its text
-    size_t sequence, offset; // where the row lies: tokens[i] for i < length - 1 at position offset + i
+    size_t length, begin;    // tokens: an end-of-text token, context, choice; the choice is number begin and what follows
+    size_t context, choice;  // where both lie among Choices.tokens: the context is there once for all its choices
+    double bytes;            // of the choice's text
+    size_t sequence, offset; // where the row lies: token number i < length - 1 at position offset + i
     double nats;             // -log p(choice | context), the result
 } ChoiceRow;
 
@@ -36,7 +37,13 @@ typedef struct {
     ChoiceRow* rows;
     size_t num_rows, num_cut; // rows that were too long and lost the beginning of their context
     size_t num_sequences;
+    TokenList tokens;
 } Choices;
+
+// Token number i of a row.
+static inline int choices_token(const Choices* c, const ChoiceRow* row, size_t i) {
+    return c->tokens.ids[i < row->begin ? row->context + i : row->choice + (i - row->begin)];
+}
 
 // ----------------------------------------------------------------------------
 // reading
@@ -64,8 +71,9 @@ static inline size_t choices_header(Choices* c, const cJSON* json, int vocab_siz
     return (size_t)questions;
 }
 
-// Appends an array of token ids to a row.
-static inline void choices_tokens(const Choices* c, size_t line, const cJSON* array, int vocab_size, ChoiceRow* row) {
+// Appends an array of token ids to c->tokens; returns how many.
+static inline size_t choices_tokens(Choices* c, size_t line, const cJSON* array, int vocab_size) {
+    size_t before = c->tokens.count;
     const cJSON* item;
     cJSON_ArrayForEach(item, array) {
         int64_t id;
@@ -73,30 +81,33 @@ static inline void choices_tokens(const Choices* c, size_t line, const cJSON* ar
             fatal("--eval-choices: %s: line %zu: a token is no whole number from 0 to %d, where the model's vocabulary "
                   "ends", c->path, line, vocab_size - 1);
         }
-        row->tokens[row->length++] = (int)id;
+        token_list_add(&c->tokens, (int)id);
     }
+    return c->tokens.count - before;
 }
 
-static inline void choices_row(Choices* c, size_t line, const cJSON* context, const cJSON* choice, const cJSON* bytes,
+// context: where the end-of-text token and the context lie, `given` tokens.
+static inline void choices_row(Choices* c, size_t line, size_t context, size_t given, const cJSON* choice, const cJSON* bytes,
                                int vocab_size) {
     ChoiceRow* row = &c->rows[c->num_rows++];
     memset(row, 0, sizeof(*row));
-    int given = cJSON_GetArraySize(context), added = cJSON_GetArraySize(choice);
-    if (!cJSON_IsArray(choice) || added == 0) { choices_bad(c, line, "a choice is no list of tokens, or empty"); }
-    if (!cJSON_IsNumber(bytes) || !(bytes->valuedouble > 0)) { choices_bad(c, line, "\"bytes\" must be above 0"); }
-    row->tokens = (int*)mallocCheck(((size_t)given + (size_t)added + 1) * sizeof(int));
-    row->tokens[row->length++] = c->eot_id;
-    choices_tokens(c, line, context, vocab_size, row);
-    row->begin = row->length;
-    choices_tokens(c, line, choice, vocab_size, row);
+    if (!cJSON_IsArray(choice) || choice->child == NULL) { choices_bad(c, line, "a choice is no list of tokens, or empty"); }
+    if (!cJSON_IsNumber(bytes) || !(bytes->valuedouble >= 1e-3 && bytes->valuedouble <= JSON_MAX_INTEGER)) {
+        choices_bad(c, line, "\"bytes\" must be from 0.001 to 2^53");
+    }
+    row->context = context;
+    row->begin = given;
+    row->choice = c->tokens.count;
+    size_t added = choices_tokens(c, line, choice, vocab_size);
+    row->length = given + added;
     row->bytes = bytes->valuedouble;
     if (row->length - 1 <= c->T) { return; }
     size_t cut = row->length - 1 - c->T; // from the left: what stands right before the choice says most about it
     if (cut >= row->begin) {
-        fatal("--eval-choices: %s: line %zu: a choice of %d tokens does not fit into a context of %zu: raise --seq-len",
+        fatal("--eval-choices: %s: line %zu: a choice of %zu tokens does not fit into a context of %zu: raise --seq-len",
               c->path, line, added, c->T);
     }
-    memmove(row->tokens, row->tokens + cut, (row->length - cut) * sizeof(int));
+    row->context += cut;
     row->length -= cut;
     row->begin -= cut;
     c->num_cut++;
@@ -125,9 +136,12 @@ static inline void choices_question(Choices* c, size_t line, const cJSON* json, 
         *room = 2 * (c->num_rows + (size_t)count);
         c->rows = (ChoiceRow*)reallocCheck(c->rows, mul_check(*room, sizeof(ChoiceRow)));
     }
+    size_t place = c->tokens.count;
+    token_list_add(&c->tokens, c->eot_id);
+    size_t given = 1 + choices_tokens(c, line, context, vocab_size);
     const cJSON *choice = choices->child, *size = bytes->child;
     for (; choice != NULL; choice = choice->next, size = size->next) {
-        choices_row(c, line, context, choice, size, vocab_size);
+        choices_row(c, line, place, given, choice, size, vocab_size);
     }
 }
 
@@ -165,7 +179,8 @@ static inline void choices_open(Choices* c, const char* path, size_t T, int voca
         if (json == NULL) { fatal("%s", err); }
         if (line == 1) {
             announced = choices_header(c, json, vocab_size);
-            size_t possible = announced < size ? announced : size; // a question takes more than a byte
+            size_t possible = size / CHOICES_MIN_QUESTION + 1;
+            if (announced < possible) { possible = announced; }
             c->questions = (Question*)mallocCheck(mul_check(possible, sizeof(Question)));
         } else if (c->num_questions == announced) {
             choices_bad(c, line, "there are more questions than the first line says");
@@ -184,7 +199,7 @@ static inline void choices_open(Choices* c, const char* path, size_t T, int voca
 }
 
 static inline void choices_close(Choices* c) {
-    for (size_t r = 0; r < c->num_rows; r++) { free(c->rows[r].tokens); }
+    token_list_free(&c->tokens);
     free(c->rows);
     free(c->questions);
     memset(c, 0, sizeof(*c));
@@ -217,9 +232,9 @@ static inline void choices_batch(const Choices* c, size_t batch, size_t B, int* 
         const ChoiceRow* row = &c->rows[r];
         size_t at = (row->sequence - first) * T + row->offset;
         for (size_t i = 0; i + 1 < row->length; i++) {
-            tokens[at + i] = row->tokens[i];
+            tokens[at + i] = choices_token(c, row, i);
             doc_start[at + i] = (int)row->offset;
-            if (i + 1 >= row->begin) { targets[at + i] = row->tokens[i + 1]; }
+            if (i + 1 >= row->begin) { targets[at + i] = choices_token(c, row, i + 1); }
         }
     }
 }

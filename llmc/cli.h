@@ -811,18 +811,16 @@ static inline void options_inherit(Options* opt, const cJSON* json) {
         if (strcmp(row->name, "precision") == 0 && !same_program) { continue; } // each trainer has its own
         const cJSON* item = cJSON_GetObjectItemCaseSensitive(json, row->name);
         char number[40];
-        if (cJSON_IsString(item)) {
-            free(strings[i]);
-            strings[i] = strdupCheck(item->valuestring);
-            option_store(opt, row, strings[i]);
-        } else if (cJSON_IsBool(item)) {
-            option_store(opt, row, cJSON_IsTrue(item) ? "1" : "0");
-        } else if (cJSON_IsNumber(item)) {
+        const char* text = cJSON_IsBool(item) ? (cJSON_IsTrue(item) ? "1" : "0") : cJSON_GetStringValue(item);
+        if (cJSON_IsNumber(item)) {
             snprintf(number, sizeof(number), row->kind == OPTION_INT ? "%.0f" : "%.17g", item->valuedouble);
-            option_store(opt, row, number);
-        } else {
-            continue;
+            text = number;
         }
+        if (text == NULL) { continue; }
+        char* before = strings[i]; // where the name stands there twice
+        strings[i] = strdupCheck(text);
+        option_store(opt, row, strings[i]);
+        free(before);
         opt->given[i] = true;
     }
 }

@@ -9,6 +9,7 @@
 
 #define CONFIG_MAX_LAYERS 1024
 #define CONFIG_MAX_EXPERTS 65536
+#define CONFIG_MAX_ALL_EXPERTS 262144 // of all layers; a name, sizes and a place are kept for each: 150 MB
 #define CONFIG_MAX_FILE_BYTES ((size_t)16 << 20)
 
 // The fields have Hugging Face's names. In shapes they are letters: V vocab_size, C hidden_size, L num_hidden_layers,
@@ -171,7 +172,7 @@ static inline bool config_check(const MoEConfig* c, char* err, size_t err_size) 
     // BLAS takes heads * head_dim and 2F as int; beyond 1e15 parameters byte counts would not be exact
     if ((int64_t)c->num_attention_heads * c->head_dim > INT_MAX / 4 || c->moe_intermediate_size > INT_MAX / 4 ||
         c->intermediate_size > INT_MAX / 4 || c->hidden_size > INT_MAX / 4 || c->vocab_size > INT_MAX / 4 ||
-        (int64_t)c->num_hidden_layers * c->num_experts > 4194304 || config_estimate_parameters(c) > 1e15) {
+        (int64_t)c->num_hidden_layers * c->num_experts > CONFIG_MAX_ALL_EXPERTS || config_estimate_parameters(c) > 1e15) {
         return fail_with(err, err_size, "the sizes are too large: about %.3g parameters in %lld experts",
                          config_estimate_parameters(c), (long long)c->num_hidden_layers * c->num_experts);
     }

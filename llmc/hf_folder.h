@@ -33,44 +33,54 @@ static inline void hf_close_files(HfFiles* f) {
     memset(f, 0, sizeof(*f));
 }
 
-// The open file of that name in dir, or NULL.
-static inline const SafeTensors* hf_file_named(const HfFiles* f, const char* path) {
-    for (size_t i = 0; i < f->count; i++) {
-        if (strcmp(f->files[i].path, path) == 0) { return &f->files[i]; }
-    }
-    return NULL;
+// by shard, then by name
+static inline int hf_compare_mapped(const void* a, const void* b) {
+    const cJSON *x = *(const cJSON* const*)a, *y = *(const cJSON* const*)b;
+    int order = strcmp(x->valuestring, y->valuestring);
+    return order != 0 ? order : strcmp(x->string, y->string);
 }
 
-// Opens every shard the index names and checks that index and shards agree on what lies where.
+// Opens every shard the index names and checks that index and shards agree on what lies where. Both lists are sorted by
+// name, so one walk along them finds what is in one of them only.
 static inline void hf_open_shards(HfFiles* f, const char* dir, const char* index_path) {
     char err[1200];
     cJSON* index = json_read_file(index_path, (size_t)ST_MAX_HEADER, err, sizeof(err));
     if (index == NULL) { fatal("%s", err); }
     const cJSON* map = cJSON_GetObjectItemCaseSensitive(index, "weight_map");
     if (!cJSON_IsObject(map)) { fatal("%s: there is no \"weight_map\" object", index_path); }
-    size_t mapped = 0, present = 0;
-    for (const cJSON* node = map->child; node != NULL; node = node->next, mapped++) {
+    size_t count = (size_t)cJSON_GetArraySize(map), n = 0;
+    const cJSON** mapped = (const cJSON**)mallocCheck(count * sizeof(cJSON*));
+    for (const cJSON* node = map->child; node != NULL; node = node->next) {
         bool plain = cJSON_IsString(node) && node->valuestring[0] != '\0' && strchr(node->valuestring, '/') == NULL;
         if (!plain) { fatal("%s: \"%s\" must name a file in the same folder", index_path, node->string); }
-        char* path = str_format("%s/%s", dir, node->valuestring);
-        if (hf_file_named(f, path) == NULL) { hf_open_file(f, path); }
-        if (st_find(hf_file_named(f, path), node->string) == NULL) {
-            fatal("%s says that tensor %s is in %s, but it is not", index_path, node->string, node->valuestring);
-        }
+        mapped[n++] = node;
+    }
+    qsort((void*)mapped, count, sizeof(cJSON*), hf_compare_mapped);
+    const char *extra = NULL, *extra_path = NULL; // a tensor that is in a shard, but not in the index
+    for (size_t i = 0; i < count;) {
+        const char* shard = mapped[i]->valuestring;
+        char* path = str_format("%s/%s", dir, shard);
+        hf_open_file(f, path);
         free(path);
-    }
-    for (size_t i = 0; i < f->count; i++) { present += f->files[i].count; }
-    // each mapped tensor is there; if there are more, some lie where the index does not say
-    for (size_t i = 0; i < f->count && present != mapped; i++) {
-        for (size_t j = 0; j < f->files[i].count; j++) {
-            const char* name = f->files[i].tensors[j].name;
-            const cJSON* node = cJSON_GetObjectItemCaseSensitive(map, name);
-            const char* shard = strrchr(f->files[i].path, '/') + 1;
-            if (node == NULL || strcmp(node->valuestring, shard) != 0) {
-                fatal("%s: tensor %s is not what the index %s says", f->files[i].path, name, index_path);
+        const SafeTensors* file = &f->files[f->count - 1];
+        size_t k = 0;
+        for (; i < count && strcmp(mapped[i]->valuestring, shard) == 0; i++) {
+            for (; k < file->count && strcmp(file->tensors[k].name, mapped[i]->string) < 0; k++) {
+                extra = file->tensors[k].name;
+                extra_path = file->path;
             }
+            if (k == file->count || strcmp(file->tensors[k].name, mapped[i]->string) != 0) {
+                fatal("%s says that tensor %s is in %s, but it is not", index_path, mapped[i]->string, shard);
+            }
+            k++;
+        }
+        if (k < file->count) {
+            extra = file->tensors[k].name;
+            extra_path = file->path;
         }
     }
+    if (extra != NULL) { fatal("%s: tensor %s is not what the index %s says", extra_path, extra, index_path); }
+    free((void*)mapped);
     cJSON_Delete(index);
 }
 

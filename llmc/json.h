@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#define JSON_MAX_VALUES ((size_t)1 << 23) // in one document: each takes some 100 bytes; a model of a million tensors has as many
 #define JSON_MAX_INTEGER 9007199254740992.0 // 2^53: cJSON keeps numbers as doubles, above this they are no longer exact
 
 // ----------------------------------------------------------------------------
@@ -73,9 +74,19 @@ static inline cJSON* json_parse(const char* text, size_t n, const char* where, c
         fail_with(err, err_size, "%s: the JSON contains a zero byte", where);
         return NULL;
     }
-    const char* end = text;
-    cJSON* tree = cJSON_ParseWithLengthOpts(text, n, &end, false);
-    size_t at = end != NULL && end >= text && end <= text + n ? (size_t)(end - text) : 0;
+    size_t values = 0; // or a few more: the signs inside strings count, too
+    for (size_t i = 0; i < n; i++) { values += text[i] == ',' || text[i] == '[' || text[i] == '{'; }
+    if (values > JSON_MAX_VALUES) {
+        fail_with(err, err_size, "%s: the JSON has more than %zu values", where, JSON_MAX_VALUES);
+        return NULL;
+    }
+    char* copy = (char*)mallocCheck(n + 1); // before 1.7.18 cJSON may look at the byte behind the text
+    memcpy(copy, text, n);
+    copy[n] = '\0';
+    const char* end = copy;
+    cJSON* tree = cJSON_ParseWithLengthOpts(copy, n + 1, &end, false);
+    size_t at = end != NULL && end >= copy && end <= copy + n ? (size_t)(end - copy) : 0;
+    free(copy);
     if (tree == NULL) { fail_with(err, err_size, "%s: not valid JSON near byte %zu", where, at); return NULL; }
     while (at < n && (text[at] == ' ' || text[at] == '\n' || text[at] == '\r' || text[at] == '\t')) { at++; }
     char* duplicate = NULL;
