@@ -4387,9 +4387,27 @@ Switches trainer_switches(const Options* opt) {
 }
 
 void check_switches(const Options* opt, const MoEConfig* c) {
-    // combinations that the program cannot honour
+    // what the program cannot honour, found before anything is allocated
+    enum { GRID_MOST = 65535 };
     if (strcmp(opt->recompute, "moe") == 0 && strcmp(opt->experts, "loop") == 0) {
         fatal("--recompute moe: the expert loop keeps what it has computed; use --experts grouped");
+    }
+    // blocks of a grid are counted to 65535 in y and z; kernels have a sequence, a head or 128 rows of an expert there
+    if (opt->batch_size > GRID_MOST) {
+        fatal("--batch-size %lld: train_moe takes at most %d sequences a microbatch: use --grad-accum",
+              (long long)opt->batch_size, GRID_MOST);
+    }
+    if (c->num_attention_heads > GRID_MOST) {
+        fatal("num_attention_heads is %d: train_moe takes at most %d", c->num_attention_heads, GRID_MOST);
+    }
+    if (c->num_experts > ROUTER_MAX_EXPERTS) {
+        fatal("num_experts is %d: train_moe takes at most %d (train_moe_cpu takes more)", c->num_experts,
+              ROUTER_MAX_EXPERTS);
+    }
+    double tiles = (double)opt->batch_size * opt->seq_len * c->num_experts_per_tok / TILE_ROWS + c->num_experts;
+    if (tiles > GRID_MOST) {
+        fatal("--batch-size %lld x --seq-len %lld: %.0f tiles of experts' rows, at most %d fit: use --grad-accum",
+              (long long)opt->batch_size, (long long)opt->seq_len, tiles, GRID_MOST);
     }
     if (strcmp(opt->attention, "cudnn") == 0) { attention_cudnn_check(opt->doc_mask || opt->eval_choices, c->head_dim); }
 }
@@ -4747,6 +4765,7 @@ MemoryPlan run_memory_plan(const Run* run, size_t B) {
 }
 
 size_t planned_bytes(const Run* run, size_t B) {
+    if (B > 65535) { return SIZE_MAX; } // check_switches would not let it pass
     MemoryPlan plan = run_memory_plan(run, B);
     return memory_plan_total(&plan) + (size_t)(0.6 * (1 << 30)); // CUDA's context, its libraries' kernels, NCCL
 }
@@ -5048,12 +5067,12 @@ int main(int argc, char** argv) {
     multi_gpu_open(&t->gpus, &argc, &argv);
     multi_gpu_first(&t->gpus); // rank 0 goes first, so that a mistake is reported once
     run_open_model(run, argc, argv, PROGRAM_GPU, t->gpus.num_ranks);
+    check_switches(opt, &run->config);
     if (opt->dry_run) {
         if (t->gpus.rank == 0) { dry_run(run); }
         run_close(run);
         return 0;
     }
-    check_switches(opt, &run->config);
     multi_gpu_device(&t->gpus, all_reduce_pack_kernel2);
     planned_run = run;
     out_of_memory_hook = print_plan_out_of_memory;
