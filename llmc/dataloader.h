@@ -194,6 +194,9 @@ static inline void shard_check_vocab(DataLoader* l, Shard* s) {
             fatal("%s", l->error);
         }
     }
+    if (vocab_size > model) { // its ids fit by chance; the next shard's may not, and no sample could be trusted
+        fatal("%s was made with a tokenizer of %d tokens, but the model's vocabulary has %d", s->path, vocab_size, model);
+    }
 }
 
 static inline void shard_open(DataLoader* l, Shard* s, const char* path) {

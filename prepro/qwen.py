@@ -136,9 +136,10 @@ def tokenizer_json(tokens):
 
 
 def write(path, text):
-    with open(path + ".tmp", "w", encoding="utf-8", newline="\n") as f:
+    part = f"{path}.{os.getpid()}"
+    with open(part, "w", encoding="utf-8", newline="\n") as f:
         f.write(text)
-    os.replace(path + ".tmp", path)
+    os.replace(part, path)
 
 
 def main():

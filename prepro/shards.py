@@ -254,6 +254,7 @@ class OutputFolder:
                 os.remove(os.path.join(self.path, name))
         for name in names:
             os.replace(os.path.join(self.partial, name), os.path.join(self.path, name))
+        os.rmdir(self.partial)
         _fsync(self.path)
 
     def __exit__(self, kind, value, trace):

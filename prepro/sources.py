@@ -7,6 +7,7 @@ would begin with that document: anything JSON can hold. No document is empty, no
 
 import codecs
 import gzip
+import itertools
 import json
 import os
 import re
@@ -105,10 +106,20 @@ class FileSource:
             if count >= state:
                 yield (count if first else None), piece
 
-    def _open(self):
-        """(file to read from, file whose place says how far we are)"""
-        raw = open(self.name, "rb")
-        return (gzip.GzipFile(fileobj=raw) if self.name.endswith(".gz") else raw), raw
+    def _read(self, size=None):
+        """The file's bytes, unpacked: pieces of `size`, or lines; self.at follows. A pipe will do, too."""
+        packed = self.name.endswith(".gz")
+        with open(self.name, "rb") as raw:
+            file = gzip.GzipFile(fileobj=raw) if packed else raw
+            while True:
+                try:
+                    data = file.read(size) if size else file.readline()
+                except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+                    raise Error(f"{self.name}: not a whole gzip file: {e}")
+                self.at = raw.tell() if packed else self.at + len(data)
+                if not data:
+                    return
+                yield data
 
 
 class TextFile(FileSource):
@@ -122,33 +133,20 @@ class TextFile(FileSource):
         encoding, path = self.options.encoding, self.name
         decoder = codecs.getincrementaldecoder(encoding)(self.options.errors)
         begin = 0  # of the chunk in the file
-        file, raw = self._open()
-        with raw:
-            while True:
-                chunk = read_chunk(file, path, CHUNK)
-                self.at = raw.tell()
-                held = len(decoder.getstate()[0])  # bytes of an unfinished character from before
-                try:
-                    text = decoder.decode(chunk, final=not chunk)
-                except UnicodeDecodeError as e:
-                    raise Error(
-                        f"{path} is not {encoding} text (byte offset {begin - held + e.start}); name another "
-                        "--encoding, such as latin-1, or put U+FFFD in its place with --errors replace"
-                    )
-                if "\0" in text:
-                    raise Error(f"{path} contains zero bytes; if it is not text, leave it out with --skip")
-                if text:
-                    yield text.encode("utf-8", "replace")
-                if not chunk:
-                    return
-                begin += len(chunk)
-
-
-def read_chunk(file, path, size=-1, line=False):
-    try:
-        return file.readline() if line else file.read(size)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-        raise Error(f"{path}: not a whole gzip file: {e}")
+        for chunk in itertools.chain(self._read(CHUNK), [b""]):
+            held = len(decoder.getstate()[0])  # bytes of an unfinished character from before
+            try:
+                text = decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as e:
+                raise Error(
+                    f"{path} is not {encoding} text (byte offset {begin - held + e.start}); name another "
+                    "--encoding, such as latin-1, or put U+FFFD in its place with --errors replace"
+                )
+            if "\0" in text:
+                raise Error(f"{path} contains zero bytes; if it is not text, leave it out with --skip")
+            if text:
+                yield text.encode("utf-8", "replace")
+            begin += len(chunk)
 
 
 def text_of(value, where, field, errors):
@@ -174,15 +172,11 @@ class JsonLines(FileSource):
         return records_to_documents(self.records())
 
     def records(self):
-        field, errors, number = self.options.field, self.options.errors, 0
-        file, raw = self._open()
-        with raw:
-            while line := read_chunk(file, self.name, line=True):
-                number += 1
-                self.at = raw.tell()
-                where = f"{self.name}: line {number}"
-                if line.strip():
-                    yield clean(text_of(self.value(line, where, field), where, field, errors), errors)
+        field, errors = self.options.field, self.options.errors
+        for number, line in enumerate(self._read(), 1):
+            where = f"{self.name}: line {number}"
+            if line.strip():
+                yield clean(text_of(self.value(line, where, field), where, field, errors), errors)
 
     def value(self, line, where, field):
         try:
@@ -206,8 +200,6 @@ class ParquetFile(FileSource):
 
     def records(self):
         parquet = package("pyarrow.parquet", self.name)
-        import pyarrow
-
         field, errors, rows = self.options.field, self.options.errors, 0
         try:
             with parquet.ParquetFile(self.name) as file:
@@ -219,7 +211,11 @@ class ParquetFile(FileSource):
                         rows += 1
                         self.at = self.size * rows // file.metadata.num_rows
                         yield clean(text_of(value, f"{self.name}: row {rows}", field, errors), errors)
-        except pyarrow.ArrowException as e:
+        except Error:
+            raise
+        except Exception as e:  # pyarrow has several kinds
+            if getattr(e, "filename", None):
+                raise
             raise Error(f"{self.name}: not a whole Parquet file: {e}")
 
 
@@ -304,20 +300,17 @@ class Dataset:
         """(the stream's state before this row, or None where it would cost time, the row's text)"""
         field, errors = self.options.field, self.options.errors
         try:
-            if state is not None:
-                self.stream.load_state_dict(state["stream"])
-                self.rows = state["row"]
-            rows, begin = iter(self.stream), self.rows
-            while True:
-                snapshot = None
-                if (self.rows - begin) % ROWS_A_STATE == 0:
-                    snapshot = {"stream": self.stream.state_dict(), "row": self.rows}
-                row = next(rows, None)
-                if row is None:
-                    return
+            snapshot = state or {"stream": None, "row": 0}
+            if snapshot["stream"] is not None:
+                self.stream.load_state_dict(snapshot["stream"])
+            self.rows = snapshot["row"]
+            for row in self.stream:
                 self.rows += 1
                 where = f"{self.name}: row {self.rows}"
                 yield snapshot, clean(text_of(row[field], where, field, errors), errors)
+                snapshot = None
+                if self.rows % ROWS_A_STATE == 0:  # not before the first row: the stream's state is not yet that then
+                    snapshot = {"stream": self.stream.state_dict(), "row": self.rows}
         except Error:
             raise
         except Exception as e:

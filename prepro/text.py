@@ -37,6 +37,7 @@ from shards import Error, OutputFolder, add_output_options, check_shard_tokens, 
 BATCH = 1 << 18  # bytes of text that a worker gets at once
 PIECE = 1 << 20  # a longer document is encoded in pieces, cut between words
 SAVE_EVERY = 10  # seconds
+REDRAW = (0.2, 30)  # seconds between two looks of the bar, between two lines in a file
 
 
 # ----------------------------------------------------------------------------
@@ -227,7 +228,7 @@ class Progress:
         if self.begin_fraction is None:
             self.begin_fraction = fraction  # a run that goes on has done part of the work before
         now = time.monotonic()
-        if now - self.shown >= (0.2 if self.tty else 30):
+        if now - self.shown >= REDRAW[0 if self.tty else 1]:
             self.shown = now
             line = self.line(now - self.begin, fraction)
             self.out.write(f"\r{line}\x1b[K" if self.tty else line + "\n")

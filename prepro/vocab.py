@@ -5,6 +5,7 @@ itself is copied beside them byte for byte, so that whoever trains on them can r
 """
 
 import json
+import logging
 import os
 import re
 from array import array
@@ -130,7 +131,7 @@ def _fetch_pair(where):
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.endswith(".json"):
         raise Error(f"--tokenizer {where}: there is no such file")
     hub = package("huggingface_hub", f"the tokenizer {where}, which is no file here,")
-    hub.utils.logging.set_verbosity_error()  # its own word about every retry
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it has a word to say about every retry
     paths = {}
     for file in ("tokenizer.json", "tokenizer_config.json"):
         try:

@@ -492,7 +492,7 @@ static void vocabulary_of_the_model_may_be_equal_or_larger_but_not_smaller(void)
     char* path = write_shard("vocab.bin", tokens, 40, header_32(40, 101, -1));
     DataLoaderOptions o = options(path, 1, 4);
     o.vocab_size = 100;
-    open_and_close(o);
+    EXPECT_FATAL(open_and_close(o), "made with a tokenizer of 101 tokens, but the model's vocabulary has 100");
     free(path);
 }
 
