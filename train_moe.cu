@@ -4409,7 +4409,8 @@ void check_switches(const Options* opt, const MoEConfig* c) {
         fatal("--batch-size %lld x --seq-len %lld: %.0f tiles of experts' rows, at most %d fit: use --grad-accum",
               (long long)opt->batch_size, (long long)opt->seq_len, tiles, GRID_MOST);
     }
-    if (strcmp(opt->attention, "cudnn") == 0) { attention_cudnn_check(opt->doc_mask || opt->eval_choices, c->head_dim); }
+    bool documents = opt->doc_mask || opt->eval_choices;
+    if (strcmp(opt->attention, "cudnn") == 0) { attention_cudnn_check(documents, c->head_dim); }
 }
 
 void store_master(void* ctx, const ParamTensor* t, size_t begin, size_t count, const float* values) {
