@@ -160,12 +160,13 @@ typedef struct {
     cpu::Losses cpu_losses;
 } Pair;
 
-static std::vector<float> loud_weights(const ParamTensor* t, size_t C) {
-    // norms 0.6 to 1.4, router logits of deviation 2.5, everything else of a size that keeps activations near 1
+static std::vector<float> loud_weights(const ParamTensor* t, size_t C, bool tied) {
+    // norms 0.6 to 1.4, router logits of deviation 2.5, everything else of a size that keeps activations near 1; of a tied
+    // embedding, which is the lm_head as well, the logits
     std::vector<float> x(t->numel);
     normal_fill(x.data(), 1, t->name, 0, t->numel, 1);
     bool router = strstr(t->name, ".mlp.gate.weight") != NULL, embed = strstr(t->name, "embed_tokens") != NULL;
-    double scale = router ? 2.5 / sqrt((double)C) : embed ? 1 : 1 / sqrt((double)(t->ndim == 2 ? t->shape[1] : 1));
+    double scale = router ? 2.5 / sqrt((double)C) : embed && !tied ? 1 : 1 / sqrt((double)(t->ndim == 2 ? t->shape[1] : 1));
     for (size_t i = 0; i < t->numel; i++) {
         double value = t->ndim == 1 ? 1 + 0.4 * tanh((double)x[i]) : scale * x[i];
         x[i] = bf16_to_f32(f32_to_bf16((float)value));
@@ -316,7 +317,7 @@ static Pair* case_run(const Case* c) {
     Pair* p = new Pair();
     MoEConfig config = case_config(c);
     pair_create(p, &config, c, c->B, c->T);
-    for (size_t i = 0; i < p->gpu.table.count; i++) { pair_set_weight(p, i, loud_weights(&p->gpu.table.tensors[i], c->C)); }
+    for (size_t i = 0; i < p->gpu.table.count; i++) { pair_set_weight(p, i, loud_weights(&p->gpu.table.tensors[i], c->C, c->tied)); }
     case_batch(p, c);
     gpu_run(p, c->routed != FREE);
     cpu_run(p);
@@ -574,7 +575,7 @@ static Pair* update_pair(const Update* u) {
     pair_create(p, &config, &c, 1, 8);
     cpu::optimizer_init(&p->cpu);
     for (size_t i = 0; i < p->gpu.table.count; i++) {
-        pair_set_weight(p, i, loud_weights(&p->gpu.table.tensors[i], c.C));
+        pair_set_weight(p, i, loud_weights(&p->gpu.table.tensors[i], c.C, c.tied));
     }
     p->gpu.switches.fused_optimizer = u->fused;
     if (!u->master) {

@@ -14,6 +14,7 @@ from program import *
 
 EMULATED = "_emu" in os.path.basename(PROGRAM)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["NO_PROGRESS"] = "1"  # mpirun gives rank 0 a terminal
 MPIRUN = ["mpirun", *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "--oversubscribe", "--bind-to", "none"]
 
 

@@ -122,8 +122,11 @@ def accumulation_of_the_same_tokens_gives_the_same_step():  # N6, N7; the balanc
 
 @test
 def accumulation_of_one_batch_counts_its_ignored_targets_once():
-    at_once(*(lambda A=A: train(f"{A}", golden("mixed", "--grad-accum", A), 2) for A in (1, 3)))
-    check_close("1", "3", 1e-5, "three times the same batch")
+    at_once(*(lambda A=A: train(f"{A}", golden("mixed", "--grad-accum", A), 2) for A in (1, 2, 3)))
+    check_close("1", "2", 1e-6, "twice the same batch")  # halves are exact
+    for key, tolerance in (("loss", 1e-6), ("grad_norm", 2**-8)):  # thirds are not: each gradient is rounded to bf16 at another place
+        once, thrice = (column(folder(n + ".jsonl"), key)[0] for n in ("1", "3"))
+        check_near(once, thrice, tolerance * once, f"three times: {key}")
 
 
 @test
@@ -178,15 +181,15 @@ def each_trainer_resumes_the_other():
 
 @test
 def two_hundred_steps_of_text_have_the_losses_of_the_cpu_trainer():
-    text = [*TEXT, "--tokenize", "inline", "--train-data", os.path.join(ROOT, "README.md"), "--steps", 200, "--log-every", 200]
+    # (At ten times this rate the two part by 0.1, as two runs of train_moe_cpu do whose first weights differ by a rounding to bf16.)
+    text = ["--model", "tiny", "--batch-size", 2, "--seq-len", 32, "--tokenize", "inline", "--train-data", os.path.join(ROOT, "README.md"),
+            "--lr", "3e-4", "--steps", 200]
     os.makedirs(folder(), exist_ok=True)
     at_once(*(lambda p=p, n=n: run([p, *text, "--metrics", folder(n + ".jsonl")]) for p, n in ((PROGRAM, "gpu"), (CPU_TRAINER, "cpu"))))
-    off = [abs(a - b) for a, b in zip(losses("gpu"), losses("cpu"))]
-    check(len(off) == 200 and max(off) <= 0.02, f"step {off.index(max(off)) + 1} is off by {max(off):.3f}")
+    off = [a - b for a, b in zip(losses("gpu"), losses("cpu"))]
+    check(len(off) == 200 and np.abs(off).max() <= 0.005, f"step {np.abs(off).argmax() + 1} is off by {np.abs(off).max():.3f}")
+    check(abs(np.mean(off)) <= 0.001, f"the mean of the differences is {np.mean(off):.4f}: they lean to one side")
     check(losses("gpu")[-1] < losses("gpu")[0] - 1, f"it has learnt little: {losses('gpu')[0]} to {losses('gpu')[-1]}")
-
-
-TEXT = ["--model", "tiny", "--batch-size", 2, "--seq-len", 32, "--lr", "3e-3"]
 
 
 @test
@@ -265,8 +268,7 @@ def validation_and_samples_of_two_ranks_are_those_of_one():
 
 @test
 def a_run_that_becomes_infinite_stops_on_all_ranks_at_the_same_step():  # N14
-    model = folder("model/step_00000000")
-    run([CPU_TRAINER, *TINY[1:], "--train-data", stories(), "--steps", 0, "--out", folder("model")])
+    model = untrained()
     tensors = load_file(model + "/model.safetensors")
     tensors["model.embed_tokens.weight"][:] = 0  # all but one token make all activations 0; that one makes q k^T overflow
     tensors["model.embed_tokens.weight"][ord("z")] = 1
@@ -282,7 +284,8 @@ def a_run_that_becomes_infinite_stops_on_all_ranks_at_the_same_step():  # N14
     check("step 1" in said(r)[0] and "not finite" in said(r)[0], said(r)[0])
     check(steps_in(folder("out")) == [], f"saved {steps_in(folder('out'))}")
     command[command.index("--train-data") + 1] = shard(folder("data/none.bin"), [*plain, *plain, ord("a")])
-    ranks(2, [*command, "--steps=2"][:-1] + ["--out", folder("fine")])  # without the token the same model trains
+    command[command.index("--steps") + 1] = 1
+    ranks(2, [*command, "--out", folder("fine")])  # without the token the same model does its first step
 
 
 @test
@@ -299,14 +302,21 @@ def wrong_options_of_several_ranks_are_reported_once():
         check(r.code == 1 and len(said(r)) == 1 and part in said(r)[0], f"exit code {r.code}, messages {said(r)}")
 
 
-@test
-def a_killed_rank_ends_all():  # R7
-    process = start([*MPIRUN, "-np", 2, *RANKS, "--train-data", stories(), "--steps", 100000, "--save-every", 1, "--keep", 2, "--out", folder("out")],
-                    env={"EMU_DEVICES": "2"})
-    while not (line := process.stdout.readline()).startswith("step 2"):
-        check(line, f"it ended early: {process.stderr.read()[-600:]}")
+def two_ranks_after_two_steps(*options):
+    """A run that has done two steps of 500: mpirun, and the process ids of the ranks."""
+    command = [*MPIRUN, "-np", 2, *RANKS, "--train-data", stories(), "--steps", 500, "--out", folder("out"), *options]
+    process = start(command, env={"EMU_DEVICES": "2"})
+    while not re.match("step +2/", line := process.stdout.readline()):
+        if not line:
+            raise Failure(f"it ended early: {process.stderr.read()[-600:]}")
     children = [int(p) for p in run(["ps", "--ppid", process.pid, "-o", "pid="]).out.split()]
     check(len(children) == 2, f"mpirun has {len(children)} children")
+    return process, children
+
+
+@test
+def a_killed_rank_ends_all():  # R7
+    process, children = two_ranks_after_two_steps("--save-every", 1, "--keep", 2)
     os.kill(children[1], signal.SIGKILL)
     begin = time.time()
     try:
@@ -323,11 +333,8 @@ def a_killed_rank_ends_all():  # R7
 
 @test
 def ctrl_c_ends_all_ranks_after_the_same_step():
-    process = start([*MPIRUN, "-np", 2, *RANKS, "--train-data", stories(), "--steps", 100000, "--out", folder("out")], env={"EMU_DEVICES": "2"})
-    while not (line := process.stdout.readline()).startswith("step 2"):
-        check(line, f"it ended early: {process.stderr.read()[-600:]}")
-    for pid in run(["ps", "--ppid", process.pid, "-o", "pid="]).out.split()[1:]:
-        os.kill(int(pid), signal.SIGINT)  # one rank alone
+    process, children = two_ranks_after_two_steps()
+    os.kill(children[1], signal.SIGINT)  # one rank alone
     out, err = process.communicate(timeout=100)
     check("interrupted after step" in out and process.returncode != 0, out[-300:] + err[-300:])
     step = int(out.split("interrupted after step ")[1].split(",")[0])
@@ -358,7 +365,7 @@ def dry_run_plans_the_memory_of_smol_500m():
     check("master weights" not in plan("--model", "smol-500m", "--master", 0)[1] or
           plan("--model", "smol-500m", "--master", 0)[1]["master weights"] == 0, "--master 0 plans master weights")
     def advice(gib):
-        return run([PROGRAM, "--model", "smol-500m", "--seq-len", 4096, "--dry-run", "--memory", f"{gib + 0.6:.6f}"]).out.splitlines()[-1]
+        return run([PROGRAM, "--model", "smol-500m", "--seq-len", 4096, "--dry-run", "--memory", f"{gib:.6f}"]).out.splitlines()[-1]
     check("--batch-size 6" in advice((rows["total"] + 0.1) / 1024) and "--batch-size 5" in advice((rows["total"] - 0.1) / 1024), advice(50))
 
 
@@ -435,23 +442,31 @@ for mode in ("check", "asan"):
 # every call fails once
 
 # calls whose failure changes nothing that matters, and why
-HARMLESS = {"cudaDriverGetVersion": "only words a message", "cudaRuntimeGetVersion": "only words a message"}
+WAITING = {"EMU_LAZY_STREAM": "1"}  # so that ranks reach the calls that wait for others
+HARMLESS = {"cudaDriverGetVersion": "only words a message", "cudaRuntimeGetVersion": "only words a message",
+            "cudaStreamQuery": "asked again and again by a rank that waits; an error shows in the event it waits for"}
+
+
+def harmless(function, site):
+    file, line = site.split(":")
+    text = read(os.path.join(ROOT, file)).decode().splitlines()[int(line) - 1]
+    return function in HARMLESS or text.strip().startswith("cudaGetLastError();")  # forgets an error that was looked at
 
 
 def check_failure(function, number, site, command, count=1):
     """The call fails: one message that names it, exit code 1, no hang, the checkpoint of step 1 opens (if there was one)."""
     out = tempfile.mkdtemp(dir=folder())
     options = ["--out", out] if "--save-every" in command else []
-    fail = {"EMU_FAIL": f"{function}:{number}", "EMU_NCCL_TIMEOUT": "20", "MOE_NCCL_TIMEOUT": "20", "OMP_NUM_THREADS": "1", "EMU_DEVICES": str(count)}
+    fail = f"{function}:{number}"
+    env = {"EMU_NCCL_TIMEOUT": "20", "MOE_NCCL_TIMEOUT": "20", "OMP_NUM_THREADS": "1", "EMU_DEVICES": str(count)}
+    command = [*command, *options]
     if count == 1:
-        r = run([*command, *options], env=fail, code=None, timeout=120)
+        r = run(command, env={**env, "EMU_FAIL": fail}, code=None, timeout=120)
     else:  # one rank of them
-        here = [*MPIRUN, *(x for k, v in fail.items() if k != "EMU_FAIL" for x in ("-x", f"{k}={v}"))]
-        r = run([*here, "-np", count - 1, *command, *options, ":", "-np", 1, "-x", f"EMU_FAIL={fail['EMU_FAIL']}", *command, *options],
-                code=None, timeout=120)
+        r = run([*MPIRUN, "-np", count - 1, *command, ":", "-np", 1, "-x", f"EMU_FAIL={fail}", *command], env={**env, **WAITING}, code=None, timeout=120)
     what = f"{function}, call {number} at {site}"
     check("fails as asked" in r.err, f"{what}: was not called")
-    if function in HARMLESS:
+    if harmless(function, site):
         return
     check(r.code == 1, f"{what}: exit code {r.code}; {r.err[-300:]}")
     check(len(said(r)) == 1, f"{what}: {len(said(r))} messages: {said(r)}")
@@ -459,14 +474,14 @@ def check_failure(function, number, site, command, count=1):
     check(named in said(r)[0] or function in ("cudaGetDeviceCount", "cudaGetLastError"), f"{what}: {said(r)[0]}")
     for step in steps_in(out):
         run([CPU_TRAINER, "--init", step_folder(out, step), "--generate", 1])
-        check(json.loads(read(step_folder(out, step) + "/trainer_state.json"))["step"] == step, "state")
+        check(int(state_of(step_folder(out, step))["step"]) == step, f"{what}: trainer_state.json")
     shutil.rmtree(out)
 
 
 def traced(name, command, count=1):
     """The call sites of a run."""
     out = ["--out", folder(name)] if "--save-every" in command else []
-    ranks(count, [*command, *out], env={"TRACE_CALLS": folder(name + ".trace")})
+    ranks(count, [*command, *out], env={"TRACE_CALLS": folder(name + ".trace"), **(WAITING if count > 1 else {})})
     files = [f for f in os.listdir(folder()) if f.startswith(name + ".trace")]
     return call_sites(PROGRAM, [folder(f) for f in files[-1:]])
 
@@ -490,6 +505,12 @@ def every_site_fails(runs, known=()):
     return seen
 
 
+def untrained():
+    """A folder with the tiny model, and a tokenizer."""
+    run([CPU_TRAINER, *TINY[1:], "--train-data", stories(), "--steps", 0, "--out", folder("model")])
+    return step_folder(folder("model"), 0)
+
+
 def runs_of_one_rank():
     data = ["--train-data", stories(), "--doc-mask"]
     train_two = [*TINY, *data, "--steps", 2, "--save-every", 1]
@@ -497,8 +518,8 @@ def runs_of_one_rank():
             "recompute": ([*TINY, *data, "--recompute", "moe", "--master", 0, "--pinned", 0, "--steps", 1], 1),
             "mixed": (golden("mixed", "--force-routing", "--steps", 1), 1),
             "dump": (golden("odd", "--dump", folder("dump.safetensors")), 1),
-            "sample": ([PROGRAM, "--init", os.path.join(GOLDENS, "mha_top2"), "--seq-len", 8, "--generate", 3], 1),
-            "profile": ([*TINY, *data, "--steps", 1, "--profile", "--trace", folder("t.json")], 1)}
+            "sample": ([PROGRAM, "--init", untrained(), "--seq-len", 8, "--generate", 3], 1),
+            "profile": ([*TINY, *data, "--steps", 1, "--profile", "--trace", folder("t.json"), "--val-data", stories(), "--val-steps", 1], 1)}
 
 
 @emu_test
@@ -516,19 +537,31 @@ def every_call_that_fails_on_one_rank_ends_all():
     every_site_fails({"two": ([*RANKS, *data], 2), "every": ([*RANKS, *data, "--allreduce", "every", "--allreduce-dtype", "fp32", "--overlap", 0], 2)}, alone)
 
 
+# what none of the runs above reaches, and why
+UNREACHED = {"cudaMemset2DAsync": "a product over no terms at all: none of the trainer's is, its matrices have at least a column",
+             "measure_gemm_peak": "not in the emulator: it has no speed worth knowing"}
+
+
 @emu_test
 def no_call_site_is_left_out():
-    """What stands in the source and none of the runs above reaches, is listed here with the reason."""
     found = set()
     os.makedirs(folder(), exist_ok=True)
     runs = {**runs_of_one_rank(), "two": ([*RANKS, "--train-data", stories(), "--steps", 1], 2)}
     for name, (command, count) in runs.items():
         found |= {site for _, site in traced(name, command, count)}
-    source = read(os.path.join(ROOT, "train_moe.cu")).decode().splitlines()
-    lines = [i + 1 for i, line in enumerate(source) if re.search(r"\b(cuda|cublas|nccl|launch)Check\(", line)]
     reached = {int(site.split(":")[1]) for site in found if site.startswith("train_moe.cu:")}
-    missed = [i for i in lines if not reached & set(range(i - 2, i + 4))]  # a call may take several lines
-    check(not missed, "nobody makes these calls fail: " + "; ".join(f"{i}: {source[i - 1].strip()}" for i in missed))
+    missed, function, left_out = [], "", False
+    for i, line in enumerate(read(os.path.join(ROOT, "train_moe.cu")).decode().splitlines(), 1):
+        if match := re.match(r"[a-z].*?(\w+)\(", line):
+            function = match.group(1)
+        if line.startswith("#"):  # without MPI or NCCL
+            left_out = line.startswith("#if defined(NO_MPI)") or (left_out and not line.startswith(("#else", "#endif")))
+        called = re.search(r"\b((cuda|cublas|nccl|launch)Check|streamWait)\(", line)
+        if called and not left_out and function not in UNREACHED and not any(name in line for name in UNREACHED):
+            if not reached & set(range(i - 2, i + 4)):  # a call may take several lines
+                missed.append(f"{i}: {line.strip()}")
+    check(len(reached) > 80, f"only {len(reached)} lines call CUDA")
+    check(not missed, "nobody makes these calls fail: " + "; ".join(missed))
 
 
 main()
