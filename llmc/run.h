@@ -93,14 +93,31 @@ static inline char* tokenizer_beside(const char* path) {
     return NULL;
 }
 
-// The tokenizer lies with the model, or else with the data; text is taken byte by byte where neither has one.
+// Is it a whole tokenizer.json, but none of byte-level BPE (Unigram, WordPiece, BPE of characters)?
+static inline bool tokenizer_is_of_another_kind(const char* path) {
+    char err[512];
+    cJSON* root = json_read_file(path, TOKENIZER_MAX_FILE, err, sizeof(err));
+    const cJSON* model = cJSON_GetObjectItemCaseSensitive(root, "model");
+    const char* type = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(model, "type"));
+    bool other = type != NULL && (strcmp(type, "BPE") != 0 || cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(model, "byte_fallback")));
+    cJSON_Delete(root);
+    return other;
+}
+
+// The tokenizer lies with the model, or else with the data; text is taken byte by byte where neither has one. Shards can
+// be trained on whatever made their tokens, so one that is not understood here only goes along into the checkpoints.
 static inline void run_find_tokenizer(Run* run) {
     const char* places[] = {run->resume, run->opt.init, run->opt.train_data, run->opt.val_data};
     char err[512];
     for (int i = 0; i < 4 && run->tokenizer_path == NULL; i++) { run->tokenizer_path = tokenizer_beside(places[i]); }
     run->has_tokenizer = run->tokenizer_path != NULL || strcmp(run->opt.tokenize, "inline") == 0;
     if (run->tokenizer_path == NULL) { tokenizer_bytes(&run->tokenizer); }
-    else if (!tokenizer_read(&run->tokenizer, run->tokenizer_path, err, sizeof(err))) { fatal("%s", err); }
+    else if (!tokenizer_read(&run->tokenizer, run->tokenizer_path, err, sizeof(err))) {
+        bool needed = strcmp(run->opt.tokenize, "inline") == 0 || run->opt.prompt != NULL;
+        if (needed || !tokenizer_is_of_another_kind(run->tokenizer_path)) { fatal("%s", err); }
+        printf("tokenizer   %s is not byte-level BPE: samples are numbers of tokens\n", run->tokenizer_path);
+        run->has_tokenizer = false;
+    }
     run->eot = run->config.eos_token_id;
     if (run->eot < 0 && run->has_tokenizer) { run->eot = tokenizer_eot_id(&run->tokenizer); }
     if (run->eot >= run->config.vocab_size) { run->eot = -1; }

@@ -116,9 +116,10 @@ class Reader:
     def batches(self):
         batch = None
         for where, split, opens, piece in self.pieces():
-            if batch is None or batch.size >= BATCH:
-                if batch is not None:
-                    yield batch
+            if batch is None:
+                batch = Batch(where)
+            elif batch.size >= (4 * BATCH if where is None else BATCH):  # within a document only if it is long
+                yield batch
                 batch = Batch(where)
             batch.pieces.append((split, opens, piece))
             batch.size += len(piece)

@@ -285,11 +285,11 @@ def whole_or_no_shard(path):
     return magic == 0 or (magic == shards.MAGIC and len(data) == 1024 + 4 * count)
 
 
-def kill_until_done(command, out, rng, env=None):
+def kill_until_done(command, out, rng):
     """Runs it again and again, killed after ever longer; returns how often a run went on from where another was."""
-    went_on, wait = 0, 0.25
+    went_on, wait = 0, 0.4
     for _ in range(60):
-        p = start(command, env=env)
+        p = start(command)
         try:
             err = p.communicate(timeout=wait * rng.uniform(0.8, 1.2))[1]
         except Exception:
@@ -311,25 +311,23 @@ def kill_until_done(command, out, rng, env=None):
 
 @test
 def killed_runs_go_on_to_the_same_bytes():
-    documents = some_documents(12000)
-    as_text(folder("in/a.txt"), documents[:5000])
-    as_jsonl(folder("in/b.jsonl"), documents[5000:8000])
-    as_parquet(folder("in/c.parquet"), documents[8000:])
-    dataset(folder("set"), documents, some_documents(300, seed=2))
+    documents = some_documents(8000)
+    as_text(folder("in/a.txt"), documents[:3000])
+    as_jsonl(folder("in/b.jsonl"), documents[3000:5500])
+    as_parquet(folder("in/c.parquet"), documents[5500:])
     files = [folder(f"in/{n}") for n in ("a.txt", "b.jsonl", "c.parquet")]
     rng, went_on = random.Random(4), 0
     for name, options in [
         ("files", [*files, "--shard-tokens", "200000"]),
         ("bpe", [*files, "--train-bpe", "500", "--shard-tokens", "50000", "--workers", "2"]),
-        ("set", ["--dataset", folder("set"), "--val-split", "validation", "--shard-tokens", "200000"]),
     ]:
         command = HASTY + options + ["--out"]
-        run(command + [folder("whole_" + name)], env=OFFLINE)
-        went_on += kill_until_done(command + [folder(name)], folder(name), rng, OFFLINE)
+        run(command + [folder("whole_" + name)])
+        went_on += kill_until_done(command + [folder(name)], folder(name), rng)
         for file in sorted(os.listdir(folder("whole_" + name))):
             check(read(folder(f"{name}/{file}")) == read(folder(f"whole_{name}/{file}")), f"{name}: {file} differs")
         check(sorted(os.listdir(folder(name))) == sorted(os.listdir(folder("whole_" + name))), f"{os.listdir(folder(name))}")
-    check(went_on >= 3, f"only {went_on} runs went on; the others began anew")
+    check(went_on >= 2, f"only {went_on} runs went on; the others began anew")
 
 
 def interrupted(out, options, after=3):
@@ -344,8 +342,23 @@ def dying(save):
         if left[0] == 0: os._exit(99)
     return dead
 """ + code
-    run([*HASTY[:3], code, *options, "--out", out], code=99)
+    r = run([*HASTY[:3], code, *options, "--out", out], code=99, env=OFFLINE)
     check(os.path.exists(out + "/.partial/progress.json"), "nothing was saved")
+    return r
+
+
+@test
+def a_dataset_goes_on_at_the_row_where_it_was():
+    documents = some_documents(1500)
+    documents[700] = "<|endoftext|>".join(some_documents(30, seed=3))  # a row of several documents
+    options = ["--dataset", dataset(folder("set"), documents, some_documents(200, seed=2)), "--val-split", "validation"]
+    run(HASTY + options + ["--out", folder("whole")], env=OFFLINE)
+    for after in (1, 55, 30, 25, 20):  # about 130 batches, and half of the last ones are of the other split
+        r = interrupted(folder("o"), options, after)
+        check(after == 1 or "going on" in r.err, "began anew")
+    run(HASTY + options + ["--out", folder("o")], env=OFFLINE)
+    check_same_shards(folder("whole"), folder("o"), "gone on")
+    check(read(folder("whole/manifest.json")) == read(folder("o/manifest.json")), "the manifest")
 
 
 @test

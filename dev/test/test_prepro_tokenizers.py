@@ -3,6 +3,7 @@ trainer takes what was made with them, or says why not."""
 
 import base64
 import json
+import math
 import os
 import random
 import re
@@ -239,6 +240,17 @@ def kinds_that_are_not_byte_level_make_shards_too():
     write(folder("u/tokenizer.json"), t.to_str())
     got, manifest = encode_with(folder("u"), "--eot", "</s>")
     check(got == [t.encode(d, add_special_tokens=False).ids for d in DOCUMENTS] and manifest["vocab_size"] == 30, "unigram")
+    # the trainer cannot spell such tokens, but trains on them, and the file goes along
+    command = [TRAINER, "--model", "tiny", "--train-data", folder("out/train_*.bin"), "--batch-size", 1, "--seq-len", 32, "--steps", 1]
+    r = run(command + ["--out", folder("model")])
+    check("is not byte-level BPE" in r.out and "step 1/1" in r.out, r.out)
+    check(read(folder("model/step_00000001/tokenizer.json")) == read(folder("u/tokenizer.json")), "tokenizer.json in the checkpoint")
+    said = run([TRAINER, "--init", folder("model/step_00000001"), "--val-data", folder("out/train_*.bin"), "--eval", "--batch-size", 1, "--seq-len", 32]).out
+    loss = float(said.split("validation loss ")[1].split()[0])
+    split = manifest["splits"]["train"]
+    bits = loss / math.log(2) * split["tokens"] / split["bytes"]
+    check_near(float(said.split(", ")[-1].split()[0]), bits, 1e-3, "bits per byte by the manifest")
+    expect_error([TRAINER, "--init", folder("model/step_00000001"), "--generate", 5, "--prompt", "the"], "tokenizer.json", "byte-level")
 
 
 @test
