@@ -20,11 +20,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _tests = []
 _folder = None  # of the test that runs now
+_folder_lock = threading.Lock()
 
 
 def test(function):
@@ -50,8 +52,9 @@ def check_near(a, b, tol, what):
 def folder(name=""):
     """A path in a folder of this test's own, which is removed when the test ends. The path itself is not created."""
     global _folder
-    if _folder is None:
-        _folder = tempfile.mkdtemp(prefix="moe-test-")
+    with _folder_lock:  # tests start programs from several threads
+        if _folder is None:
+            _folder = tempfile.mkdtemp(prefix="moe-test-")
     return os.path.join(_folder, name) if name else _folder
 
 
