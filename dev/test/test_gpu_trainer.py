@@ -2,6 +2,7 @@
 of ranks or the switches; it starts where the CPU trainer starts and each resumes the other; every failing call of CUDA, cuBLAS and
 NCCL ends it with one message. (Goldens, resume, bad input: test_goldens.py and test_program_*.py, with TRAINER.)"""
 
+import threading
 import math
 import signal
 import time
@@ -10,12 +11,14 @@ from gpu import *
 
 TINY = [PROGRAM, "--model", "tiny", "--batch-size", 2, "--seq-len", 16, "--lr", "1e-3", "--schedule", "constant", "--warmup-steps", 0]
 GOLDENS = os.path.join(ROOT, "dev", "test", "goldens")
+making = threading.Lock()
 SILENT = ("emu:", "runtime error", "AddressSanitizer", "WARNING")
 
 
 def stories(name="train", seed=1, documents=60):
     path = folder(f"data/{name}.bin")
-    return path if os.path.exists(path) else shard(path, tokens_of(text_of(documents, seed)))
+    with making:  # runs start side by side
+        return path if os.path.exists(path) else shard(path, tokens_of(text_of(documents, seed)))
 
 
 def golden(name, *options):
