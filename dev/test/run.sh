@@ -63,7 +63,7 @@ for file in dev/test/test_*.c; do
     [[ "$name" == *"$only"* ]] || continue
     if $CC $sanitize $flags "$file" -o "build/test/$name" $libs; then report "$name" "build/test/$name"; else build_failed "$name"; fi
 done
-sanitized=" test_goldens test_program_resume test_program_bad_input "
+sanitized=" test_goldens test_program_resume test_program_bad_input test_program_evaluation "
 gpu=" test_gpu_trainer test_kernels test_nvcc " # in a place of their own, below
 for file in dev/test/test_*.py; do
     name=$(basename "$file" .py)
@@ -83,7 +83,7 @@ if [ -f train_moe.cu ]; then
         emulate fast test_moe.cu
         together test_moe build/test/test_moe
     fi
-    for name in test_goldens test_program_resume test_program_training test_program_bad_input; do
+    for name in test_goldens test_program_resume test_program_training test_program_bad_input test_program_evaluation; do
         if wanted "${name}_gpu"; then
             emulate fast
             TRAINER=build/test/train_moe_emu together "${name}_gpu" "$PYTHON" "dev/test/$name.py"

@@ -92,6 +92,22 @@ def answers_do_not_depend_on_the_batch_or_the_length():  # D16
     check(all(abs(x - y) <= CLOSE for x, y in zip(wanted[0]["nats"], lines[0]["nats"])), "one question alone")
 
 
+if GPU:
+
+    @test
+    def ranks_share_the_questions():  # D16: also where there are fewer batches than ranks
+        from gpu import ranks
+
+        m = model()
+        path, _, rows = questions(3)
+        said, wanted = answers(m, path, 240, 2, "one")
+        for count, B in ((4, 2), (2, 32)):
+            command = [PROGRAM, "--init", m, "--eval-choices", path, "--seq-len", 240, "--batch-size", B, "--metrics", folder(f"{count}")]
+            out = ranks(count, command).out
+            check(out == said, f"{count} ranks: {out!r}, not {said!r}")
+            check(metrics(folder(f"{count}")) == wanted, f"{count} ranks: other numbers")
+
+
 @test
 def a_long_context_loses_its_beginning():
     m = model()
