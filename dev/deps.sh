@@ -25,6 +25,9 @@ if [ "${1:-}" = test ]; then # Python for the test programs; a C++ compiler, BLA
     have clang++ clang
     printf '#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n' | clang -x c - -o /dev/null -fopenmp 2>/dev/null ||
         missing="$missing libomp-dev"
+    # clang's fuzzer (test_fuzz.py): Debian has its runtime apart
+    printf '#include <stddef.h>\nint LLVMFuzzerTestOneInput(const unsigned char* data, size_t size) { return data == NULL && size > 0; }\n' |
+        clang -x c - -o /dev/null -fsanitize=fuzzer,address,undefined 2>/dev/null || missing="$missing libclang-rt-dev"
     have gdb gdb
     [ -d /usr/share/games/fortunes ] || missing="$missing fortunes" # real text
     have mpicxx "libopenmpi-dev openmpi-bin"

@@ -14,13 +14,19 @@ static const char* in(const char* folder, const char* name) {
     return path;
 }
 
+// What a reader says that does not end by fatal().
+static void refused(const char* err) {
+    fuzz_check(err[0] != '\0');
+    fprintf(stderr, "%s: error: %s\n", program_name, err);
+}
+
 // ----------------------------------------------------------------------------
 // model.safetensors
 
 static void read_safetensors(const char* folder) {
     SafeTensors st;
     char err[1200] = "";
-    if (!st_open(&st, in(folder, "model.safetensors"), err, sizeof(err))) { fuzz_check(err[0] != '\0'); return; }
+    if (!st_open(&st, in(folder, "model.safetensors"), err, sizeof(err))) { refused(err); return; }
     for (size_t i = 0; i < st.count; i++) {
         const StTensor* t = &st.tensors[i];
         float values[64];
@@ -41,7 +47,7 @@ static void read_config(const char* folder) {
     MoEConfig config, again;
     ParamTable table;
     char err[1200] = "";
-    if (!config_read(&config, folder, err, sizeof(err))) { fuzz_check(err[0] != '\0'); return; }
+    if (!config_read(&config, folder, err, sizeof(err))) { refused(err); return; }
     fuzz_check(config_check(&config, err, sizeof(err)));
     cJSON* json = config_to_json(&config, "float32"); // what was understood can be written, and is understood again
     char* text = cJSON_PrintUnformatted(json);
@@ -71,7 +77,7 @@ static void read_index(const char* folder) {
     MoEConfig config;
     ParamTable table;
     char err[1200];
-    if (!config_read(&config, folder, err, sizeof(err))) { return; }
+    if (!config_read(&config, folder, err, sizeof(err))) { refused(err); return; }
     param_table_build(&table, &config);
     stored = 0;
     hf_folder_load(folder, &config, &table, store, NULL);
@@ -126,13 +132,12 @@ static void read_tokenizer(const char* folder) {
     Tokenizer t;
     TokenList list;
     char err[1200] = "";
-    if (!tokenizer_read(&t, in(folder, "tokenizer.json"), err, sizeof(err))) { fuzz_check(err[0] != '\0'); return; }
+    if (!tokenizer_read(&t, in(folder, "tokenizer.json"), err, sizeof(err))) { refused(err); return; }
     size_t size;
     const char* path = in(folder, "text.txt");
     char* text = path_exists(path) ? (char*)map_file(path, &size) : (char*)callocCheck(1, size = 0);
     memset(&list, 0, sizeof(list));
-    bool ok = tokenizer_encode(&t, text, size, &list, err, sizeof(err));
-    fuzz_check(ok || err[0] != '\0');
+    if (!tokenizer_encode(&t, text, size, &list, err, sizeof(err))) { refused(err); }
     Utf8Stream stream;
     memset(&stream, 0, sizeof(stream));
     for (size_t i = 0; i < list.count; i++) {
@@ -156,6 +161,8 @@ static void read_options(const TrainerState* state) {
     fuzz_running = false; // it keeps the strings from one call to the next
     options_inherit(&opt, state->options);
     fuzz_running = true;
+    opt.model = "tiny";
+    opt.given[option_find("model")] = true;
     options_resolve(&opt, 1);
     options_echo(&opt, stdout);
     cJSON_Delete(options_json(&opt));
@@ -251,6 +258,7 @@ int LLVMFuzzerInitialize(int* argc, char*** argv) {
     snprintf(fuzz_folder, sizeof(fuzz_folder), "%s/step_00000002", fuzz_base);
     folder_make(fuzz_folder);
     atexit(fuzz_remove_folder);
+    fuzz_load_seeds();
     __sanitizer_install_malloc_and_free_hooks(fuzz_took, fuzz_gave);
     printf(" \b"); // stdout has its buffer before a reader is the first to write
     return 0;

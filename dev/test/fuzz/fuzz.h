@@ -5,6 +5,8 @@
 #define FUZZ_H
 
 #include "../../../llmc/check.h"
+#include <ctype.h>
+#include <glob.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -154,36 +156,129 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 }
 
 // ----------------------------------------------------------------------------
-// mutation: of one of the files at a time
+// mutation: of one of the files at a time. Bytes changed at random seldom leave JSON that is one, so most changes put
+// a value in another's place.
 
 size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
 
+// The JSON value (or key) that begins at or after `from`, len 0: none.
+FUZZ_PLAIN static inline size_t fuzz_value(const char* text, size_t n, size_t from, size_t* len) {
+    const char* begins = "0123456789\"[{ntf";
+    size_t i = from, end;
+    while (i < n && (text[i] == '\0' || strchr(begins, text[i]) == NULL)) { i++; }
+    *len = 0;
+    if (i == n) { return n; }
+    if (text[i] == '"') {
+        for (end = i + 1; end < n && text[end] != '"'; end++) { end += text[end] == '\\'; }
+        end++;
+    } else if (text[i] == '[' || text[i] == '{') {
+        int depth = 0;
+        for (end = i; end < n; end++) {
+            depth += (text[end] == '[' || text[end] == '{') - (text[end] == ']' || text[end] == '}');
+            if (depth == 0) { break; }
+        }
+        end++;
+    } else {
+        for (end = i; end < n && (isalnum((unsigned char)text[end]) || text[end] == '.'); end++) {}
+    }
+    *len = end <= n ? end - i : 0;
+    return i;
+}
+
+FUZZ_PLAIN static inline size_t fuzz_mutate_json(char* text, size_t n, size_t room, unsigned seed) {
+    static const char* const words[] = {"0", "1", "-1", "2", "7", "64", "255", "65536", "2147483647", "2147483648", "4294967296", "1e999",
+        "16777215", "1000000000", "9007199254740992", "18446744073709551615", "0.5", "1e-320", "null", "true", "false", "[]", "{}", "\"\"", "\"a\\u0000b\"", "\"..\""};
+    uint64_t random = seed * 0x9E3779B97F4A7C15u;
+    size_t len, by_len, at = fuzz_value(text, n, n > 0 ? (random >> 32) % n : 0, &len), kind = (random >> 20) % 8;
+    if (len == 0) { return LLVMFuzzerMutate((uint8_t*)text, n, room); }
+    random *= 0xD6E8FEB86659FD93u;
+    const char* by = words[(random >> 32) % (sizeof(words) / sizeof(words[0]))];
+    char number[32];
+    by_len = strlen(by);
+    if (kind < 3 && isdigit((unsigned char)text[at]) && len < 18) { // a number not far from it
+        snprintf(number, sizeof(number), "%lld", atoll(text + at) + (long long)((random >> 32) % 9) - 4);
+        by = number;
+        by_len = strlen(by);
+    } else if (kind < 5) { // another value of this file
+        by = text + fuzz_value(text, n, (random >> 24) % n, &by_len);
+    } else if (kind == 5) { // itself once more
+        by = text + at;
+        by_len = len;
+    }
+    size_t keep = kind == 5 ? len + 1 : 0; // "value,"
+    char* copy = (char*)malloc(by_len + 1);
+    memcpy(copy, by, by_len);
+    if (n - len + keep + by_len <= room && by_len > 0) {
+        memmove(text + at + keep + by_len, text + at + len, n - at - len);
+        if (keep > 0) { text[at + len] = ','; }
+        memcpy(text + at + keep, copy, by_len);
+        n = n - len + keep + by_len;
+    }
+    free(copy);
+    return n;
+}
+
+FUZZ_PLAIN static inline size_t fuzz_mutate(uint8_t* data, size_t n, size_t room, bool json, unsigned seed) {
+    return json && n > 0 && seed % 8 != 0 ? fuzz_mutate_json((char*)data, n, room, seed / 8) : LLVMFuzzerMutate(data, n, room);
+}
+
+// The right files in ./dev/test/fuzz/corpus/TARGET. Libfuzzer soon has a thousand broken ones which its choice falls on;
+// a third of all inputs are a change or two away from a right one.
+static struct { uint8_t* data; size_t size; } fuzz_seeds[64];
+static size_t fuzz_num_seeds;
+
+static inline void fuzz_load_seeds(void) {
+    glob_t files;
+    char pattern[256];
+    snprintf(pattern, sizeof(pattern), "dev/test/fuzz/corpus/%s/*", fuzz_target->name);
+    if (glob(pattern, 0, NULL, &files) != 0) { return; }
+    for (size_t i = 0; i < files.gl_pathc && i < 64; i++) {
+        FILE* fp = fopenCheck(files.gl_pathv[i], "rb");
+        uint8_t* data = (uint8_t*)mallocCheck(1 << 16);
+        fuzz_seeds[i].size = fread(data, 1, 1 << 16, fp);
+        fuzz_seeds[i].data = data;
+        fuzz_num_seeds++;
+        fclose(fp);
+    }
+    globfree(&files);
+}
+
 FUZZ_PLAIN size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max_size, unsigned seed) {
+    seed = (unsigned)(seed * 0x9E3779B97F4A7C15u >> 32);
+    size_t right = fuzz_num_seeds > 0 ? seed / 64 % fuzz_num_seeds : 0;
+    if (seed % 3 == 0 && fuzz_num_seeds > 0 && fuzz_seeds[right].size <= max_size) {
+        size = fuzz_seeds[right].size;
+        memcpy(data, fuzz_seeds[right].data, size);
+    }
     const uint8_t* parts[FUZZ_MAX_PARTS];
     size_t sizes[FUZZ_MAX_PARTS], count = fuzz_split(fuzz_target, data, size, parts, sizes);
-    if (seed % 16 == 0) { return LLVMFuzzerMutate(data, size, max_size); }
-    size_t which = (seed / 16) % count, room = max_size - size + sizes[which];
-    size_t before = (size_t)(parts[which] - data), after = size - before - sizes[which];
-    const char* extension = strrchr(fuzz_target->parts[which], '.');
-    bool has_header = strcmp(extension, ".safetensors") == 0 && sizes[which] >= 8 && (seed / 256) % 8 != 0;
-    uint8_t* work = (uint8_t*)malloc(room + 1); // the part; its header and what follows
+    seed = (unsigned)(seed * 0xD6E8FEB86659FD93u >> 32);
+    if (seed % 32 == 0 || size > max_size) { return LLVMFuzzerMutate(data, size, max_size); }
+    size_t which = (seed / 32) % count, room = max_size - size + sizes[which];
+    size_t before = (size_t)(parts[which] - data), after = size - before - sizes[which], n;
+    const char* name = fuzz_target->parts[which];
+    bool has_header = strstr(name, ".safetensors") != NULL && strstr(name, ".json") == NULL && sizes[which] >= 8 && (seed / 256) % 16 != 0;
+    uint8_t* work = (uint8_t*)malloc(room + 1);
     memcpy(work, parts[which], sizes[which]);
     uint64_t header = 0;
     if (has_header) { memcpy(&header, work, 8); }
-    has_header = has_header && header <= sizes[which] - 8;
-    size_t n;
-    if (has_header) {
+    if (has_header && header <= sizes[which] - 8) { // its JSON, and then the number of its bytes
         size_t rest = sizes[which] - 8 - (size_t)header;
         uint8_t* text = (uint8_t*)malloc(room + 1);
         memcpy(text, work + 8, (size_t)header);
-        uint64_t length = LLVMFuzzerMutate(text, (size_t)header, room - 8 - rest);
-        memcpy(work, &length, 8);
-        memcpy(work + 8, text, (size_t)length);
-        memcpy(work + 8 + length, parts[which] + 8 + header, rest);
+        uint64_t length = header;
+        if (seed / 4096 % 4 == 0 && rest > 0) { // the data alone
+            LLVMFuzzerMutate(work + 8 + header, rest, rest);
+        } else {
+            length = fuzz_mutate(text, (size_t)header, room - 8 - rest, true, seed / 16384);
+            memcpy(work + 8 + length, parts[which] + 8 + header, rest);
+            memcpy(work + 8, text, (size_t)length);
+            memcpy(work, &length, 8);
+        }
         free(text);
         n = 8 + (size_t)length + rest;
     } else {
-        n = LLVMFuzzerMutate(work, sizes[which], room);
+        n = fuzz_mutate(work, sizes[which], room, strstr(name, ".json") != NULL, seed / 4096);
     }
     memmove(data + before + n, data + before + sizes[which], after);
     memcpy(data + before, work, n);

@@ -1,5 +1,5 @@
-"""Writes what the fuzz targets begin with: corpus/TARGET/seed_*, small files that are right, each of another kind.
-What else lies there was found by fuzzing and stays."""
+"""Writes what the fuzz targets begin with: corpus/TARGET/seed_*, small files that are right, each of another kind, and
+near_*, which are wrong in a way that one change does not lead to. What else lies there was found by fuzzing and stays."""
 
 import json
 import os
@@ -20,11 +20,11 @@ OLD_CONFIG = dict(CONFIG, num_experts=None, num_local_experts=4, num_key_value_h
                   output_router_logits=True, router_aux_loss_coef=0.01, initializer_range=0.02, use_cache=True)  # fmt: skip
 
 
-def put(target, name, *parts):
+def put(target, name, *parts, kind="seed_"):
     folder = os.path.join(HERE, "corpus", target)
     os.makedirs(folder, exist_ok=True)
     parts = [p.encode() if isinstance(p, str) else p for p in parts]
-    with open(os.path.join(folder, "seed_" + name), "wb") as f:
+    with open(os.path.join(folder, kind + name), "wb") as f:
         f.write(BETWEEN.join(parts))
 
 
@@ -111,6 +111,9 @@ put("index", "fused", text(CONFIG), text({"weight_map": {n: "a.safetensors" for 
 tied = dict(of(names, "BF16"), **{"lm_head.weight": ("BF16", SHAPES["model.embed_tokens.weight"])})
 put("index", "tied_head", text(CONFIG), text({"weight_map": {n: "b.safetensors" for n in tied}}), b"", safetensors(tied))
 
+short = dict(of(names, "F32"), **{"model.norm.weight": ("F32", [3])})
+put("index", "other_shape", text(CONFIG), text({"weight_map": {n: "a.safetensors" for n in names}}), safetensors(short), kind="near_")
+
 HEADER_32, HEADER_16 = struct.pack("<5i", 20240801, 7, 40, 257, 257), struct.pack("<5i", 20240520, 1, 41, 0, 0)
 put("shard", "32", HEADER_32.ljust(1024, b"\0") + struct.pack("<40I", *[256 if i % 9 == 0 else i for i in range(40)]))
 put("shard", "16", HEADER_16.ljust(1024, b"\0") + struct.pack("<41H", *range(41)))
@@ -155,10 +158,10 @@ put("tokenizer", "removed", tokenizer({"type": "Sequence", "pretokenizers": [
     {"type": "Digits", "individual_digits": True}, {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False},
     {"type": "Split", "pattern": {"Regex": r"[a-z\-]+"}, "behavior": "Removed", "invert": True}, BYTE_LEVEL]}, [m.split() for m in MERGES],
     {"type": "Sequence", "normalizers": [{"type": "NFC"}]}, [("<mask>", dict(special=False, lstrip=True, rstrip=True)),
-    ("<m", dict(special=True)), ("ü", dict(special=False, normalized=True))], ignore_merges=True), SAMPLE.encode() + b"\xe2\x82 \xff\xed\xa0\x80")  # fmt: skip
+    ("<m", dict(special=True)), ("ü ", dict(special=False, normalized=True))], ignore_merges=True), SAMPLE.encode() + b"\xe2\x82 \xff\xed\xa0\x80")  # fmt: skip
 
-OPTIONS = {"given": ["lr", "steps", "train-data", "val-data", "val-every", "prompt", "seq-len"], "lr": 0.0003, "steps": 100,
-           "train-data": "data/*.bin", "val-data": "v.bin", "val-every": 10, "prompt": "Once", "seq-len": 64, "batch-size": 4}  # fmt: skip
+OPTIONS = {"given": ["lr", "steps", "train-data", "val-data", "val-every", "sample-every", "prompt", "seq-len"], "lr": 0.0003, "steps": 100,
+           "train-data": "data/*.bin", "val-data": "v.bin", "val-every": 10, "sample-every": 5, "prompt": "Once", "seq-len": 64, "batch-size": 4}  # fmt: skip
 STATE = {"format": 1, "step": "2", "tokens": "512", "data_position": "8", "data_tokens": "100000", "data_hash": "12345678901234567890",
          "sampler_rng": "1", "seed": "42", "has_master": False, "options": OPTIONS}  # fmt: skip
 for master in [False, True]:
@@ -174,6 +177,9 @@ put("batch", "all", safetensors({
     "tokens": ("I32", [ROWS, COLS], list(range(12))), "targets": ("I32", [ROWS, COLS], [-100, *range(100, 111)]),
     "doc_ids": ("I32", [ROWS, COLS], [0, 0, 1, 1, 1, 2] * 2),
     "router.layers.0.topk_index": ("I32", [ROWS * COLS, 2], [0, 1, 2, 3, 3, 0] * 4)}))  # fmt: skip
+
+put("batch", "other_shape", safetensors({"tokens": ("I32", [2, 6], list(range(12))), "targets": ("I32", [2, 3], list(range(6))),
+                                         "doc_ids": ("I32", [2, 6], [0] * 12)}), kind="near_")  # fmt: skip
 
 QUESTIONS = [{"context": [72, 105, 256], "choices": [[33], [63, 33], [1, 2, 3]], "bytes": [1, 2, 3.5], "label": 2},
              {"context": list(range(30)), "choices": [[5], [6]], "bytes": [1, 1], "label": 0},
