@@ -7,6 +7,7 @@
     python3 dev/test/hf/test_hf.py FOLDER...              only checks folders that you already have
 """
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -179,6 +180,34 @@ def storage_forms_give_the_logits_beside_them(lab):
     return f"{worst:.1e}"
 
 
+def choices_are_answered_as_by_a_transformers_script(lab):
+    """--eval-choices against the obvious loop: one choice at a time, the sum of its tokens' log probabilities."""
+    folder, path, numbers = lab.trained_on_text(), lab.path("choices.jsonl"), lab.path("choices_metrics.jsonl")
+    script = os.path.join(ROOT, "prepro", "hellaswag.py")
+    source = os.path.join(ROOT, "dev", "test", "choices", "stories.jsonl")
+    subprocess.run([sys.executable, "-B", script, "--tokenizer", folder, "--out", path, source], check=True, capture_output=True)
+    said = lab.run("--init", folder, "--eval-choices", path, "--seq-len", 256, "--batch-size", 3, "--metrics", numbers)
+    model, tokenizer = open_folder(folder), AutoTokenizer.from_pretrained(folder)
+    with open(source) as f, open(numbers) as g:
+        questions, ours = [json.loads(line) for line in f], [json.loads(line) for line in g]
+    right, worst = np.zeros(3), 0.0
+    for q, our in zip(questions, ours):
+        context, nats, per = tokenizer("<|endoftext|>" + q["ctx"])["input_ids"], [], []
+        for ending in q["endings"]:
+            choice = tokenizer(" " + ending, add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                logits = model(torch.tensor([context + choice])).logits[0].double()
+            log_p = torch.log_softmax(logits[len(context) - 1:-1], -1)[range(len(choice)), choice]
+            nats.append(-float(log_p.sum()))
+            per.append((1, len(choice), len(" " + ending)))
+        worst = max(worst, *(abs(a - b) / a for a, b in zip(nats, our["nats"])))
+        right += [np.argmin(np.array(nats) / np.array(per)[:, how]) == q["label"] for how in range(3)]
+    assert len(ours) == len(questions) and worst <= LOGITS, f"{len(ours)} answers, they differ by {worst:.1e}"
+    want = "accuracy {:.2f}% by likelihood, {:.2f}% per token, {:.2f}% per byte".format(*(100 * right / len(questions)))
+    assert want in said, f"theirs {want!r}, ours {said!r}"
+    return f"{worst:.1e}, {want}"
+
+
 def given_folder_opens_and_gives_our_logits(lab, folder):
     d, model = same_logits(lab, folder)
     ids = model.generate(torch.tensor([[1]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -190,7 +219,8 @@ def given_folder_opens_and_gives_our_logits(lab, folder):
 
 TESTS = [trained_folder_opens_with_no_key_missing, trained_folder_gives_our_logits, tokenizer_gives_our_bytes,
          greedy_generation_is_ours, pipeline_needs_nothing_but_the_path, every_kind_of_model_goes_out_and_back,
-         what_transformers_saves_again_we_read, storage_forms_give_the_logits_beside_them]
+         what_transformers_saves_again_we_read, storage_forms_give_the_logits_beside_them,
+         choices_are_answered_as_by_a_transformers_script]
 
 
 def main():
