@@ -34,25 +34,26 @@ report() { # report NAME COMMAND...: runs one test program, shows it, counts it
     count "build/test/$name.log" "$name"
     echo "    ($((SECONDS - begin)) s)"
 }
-together() { # together NAME COMMAND...: the same, two at a time; `collect` waits for them
+together() { # together NAME COMMAND...: the same, two at a time, each shown when it has ended; `collect` waits for the last
     while [ "$(jobs -rp | wc -l)" -ge 2 ]; do wait -n; done
     names+=("$1")
     ( name=$1 begin=$SECONDS
       shift
-      timeout 1500 "$@" >"build/test/$name.log" 2>&1
+      run_it "$@" >"build/test/$name.log" 2>&1
       code=$?
       [ $code -le 1 ] || echo "FAIL $name ended with exit code $code" >>"build/test/$name.log"
-      echo "    ($((SECONDS - begin)) s)" >"build/test/$name.time" ) &
+      { echo "--- $name"; cat "build/test/$name.log"; echo "    ($((SECONDS - begin)) s)"; } >"build/test/$name.shown"
+      cat "build/test/$name.shown" ) &
 }
-collect() { # shows and counts what runs `together`
+collect() { # counts what ran `together`
     wait
-    for name in "${names[@]}"; do
-        echo "--- $name"
-        cat "build/test/$name.log"
-        count "build/test/$name.log" "$name"
-        cat "build/test/$name.time"
-    done
+    for name in "${names[@]}"; do count "build/test/$name.log" "$name"; done
     names=()
+}
+run_it() { if [ "$1" = c_test ]; then "$@"; else timeout 1500 "$@"; fi; } # timeout does not know functions
+c_test() { # c_test FILE PROGRAM: builds a test with the sanitizers and runs it
+    $CC $sanitize $flags "$1" -o "$2" $libs || { echo "FAIL $1 does not compile"; echo "0 passed, 1 failed"; return 1; }
+    timeout 1500 "$2"
 }
 build_failed() { echo "FAIL $1 does not compile"; failed=$((failed + 1)); }
 
@@ -61,16 +62,17 @@ $CC $sanitize $flags train_moe_cpu.c -o build/train_moe_cpu_asan $libs || build_
 for file in dev/test/test_*.c; do
     name=$(basename "$file" .c)
     [[ "$name" == *"$only"* ]] || continue
-    if $CC $sanitize $flags "$file" -o "build/test/$name" $libs; then report "$name" "build/test/$name"; else build_failed "$name"; fi
+    together "$name" c_test "$file" "build/test/$name"
 done
 sanitized=" test_goldens test_program_resume test_program_bad_input test_program_evaluation "
 gpu=" test_gpu_trainer test_kernels test_nvcc " # in a place of their own, below
 for file in dev/test/test_*.py; do
     name=$(basename "$file" .py)
     [[ "$name" == *"$only"* && "$gpu" != *" $name "* ]] || continue
-    report "$name" "$PYTHON" "$file"
-    if [[ "$sanitized" == *" $name "* ]]; then TRAINER=build/train_moe_cpu_asan report "${name}_sanitized" "$PYTHON" "$file"; fi
+    together "$name" "$PYTHON" "$file"
+    if [[ "$sanitized" == *" $name "* ]]; then TRAINER=build/train_moe_cpu_asan together "${name}_sanitized" "$PYTHON" "$file"; fi
 done
+collect
 if [[ emulator == *"$only"* ]]; then report emulator dev/emu/test/run.sh; fi
 
 # ----------------------------------------------------------------------------
