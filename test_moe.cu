@@ -106,6 +106,11 @@ static std::vector<Case> cases(void) {
     all.push_back(c);
     c = plain, c.name = "balance_and_z_loss", c.aux = 0.02, c.z = 1e-3, c.ignored = true;
     all.push_back(c);
+    // at ordinary coefficients the gradients of these two would drown in the rounding of the rest
+    c = plain, c.name = "mostly_balance_loss", c.aux = 5, c.ignored = true;
+    all.push_back(c);
+    c = plain, c.name = "mostly_z_loss", c.z = 0.3, c.ignored = true;
+    all.push_back(c);
     c = plain, c.name = "ignored_targets", c.ignored = true;
     all.push_back(c);
     c = plain, c.name = "odd_sizes", c.V = 101, c.C = 37, c.NH = 3, c.NKV = 1, c.E = 5, c.K = 3, c.F = 13, c.B = 3, c.T = 29,
@@ -336,7 +341,8 @@ static void losses_match_cpu(void* what) {
     CHECK_NEAR(p->gpu_sums[SUM_CE] / p->counted, p->cpu_losses.ce_loss, LOSS);
     CHECK_NEAR(p->gpu_sums[SUM_AUX], p->cpu_losses.aux_loss, LOSS);
     CHECK_NEAR(p->gpu_sums[SUM_Z] / p->counted / p->cpu_losses.z_loss, 1, LOSS); // relative: it is a square
-    CHECK_NEAR(gpu_loss(p), p->cpu_losses.loss, LOSS);
+    const Switches* s = &p->gpu.switches;
+    CHECK_NEAR(gpu_loss(p), p->cpu_losses.loss, LOSS * (1 + s->aux_loss_coef + s->z_loss_coef * p->cpu_losses.z_loss));
 }
 
 static void check_gradients(Pair* p, const float* (*wanted)(const void*, const ParamTensor*), const void* ctx) {
@@ -632,13 +638,17 @@ static void adamw_matches_cpu(void* what) {
     delete p;
 }
 
-static void stochastic_rounding_hits_the_mean(void* what) {
-    // --master 0: each weight is one of the two bf16 beside the exact update, and the errors add up to nothing
-    Pair* p = update_pair((const Update*)what);
+static std::vector<double> rounding_errors(Pair* p, int step) {
+    // one update by stochastic rounding: how far each weight is beyond the exact result, in steps between bf16 numbers.
+    // (Where rounding crosses a power of two the step is another one: few do.)
     Options opt;
     adamw_options(&opt, 0);
-    update_step(p, 1, 1e-3, &opt);
-    double bias = 0, count = 0, inexact = 0;
+    for (size_t i = 0; i < p->gpu.table.count; i++) { // both start from the same numbers
+        const ParamTensor* t = &p->gpu.table.tensors[i];
+        fetch_numbers(&p->gpu, t, "weight", 0, t->numel, p->cpu.params + p->cpu.table.tensors[i].offset);
+    }
+    update_step(p, step, 5e-2, &opt); // many steps between bf16 numbers, so that any place between two is as likely
+    std::vector<double> errors;
     for (size_t i = 0; i < p->gpu.table.count; i++) {
         const ParamTensor* t = &p->gpu.table.tensors[i];
         std::vector<float> weight(t->numel);
@@ -647,16 +657,66 @@ static void stochastic_rounding_hits_the_mean(void* what) {
             double exact = p->cpu.params[p->cpu.table.tensors[i].offset + j];
             int exponent;
             frexp(exact, &exponent);
-            double step = ldexp(1.0, exponent - 8); // of bf16 numbers of this size
-            double off = (weight[j] - exact) / step;
-            if (!test_check(fabs(off) <= 1.01, __FILE__, __LINE__, "%s: weight %zu is %g, the exact one %g", t->name, j, (double)weight[j], exact)) {
-                break;
-            }
-            bias += off, count++, inexact += fabs(off) > 1e-3;
+            errors.push_back((fabs(weight[j]) - fabs(exact)) / ldexp(1.0, exponent - 8));
         }
     }
-    CHECK(inexact > 0.9 * count);
-    CHECK_BELOW(fabs(bias / count), 4 * 0.5 / sqrt(count), "mean error in steps"); // four standard deviations at most
+    return errors;
+}
+
+static double correlation(const std::vector<double>& a, const std::vector<double>& b, size_t shift) {
+    double ab = 0, aa = 0, bb = 0;
+    for (size_t i = 0; i + shift < a.size(); i++) {
+        ab += a[i] * b[i + shift], aa += a[i] * a[i], bb += b[i + shift] * b[i + shift];
+    }
+    return ab / sqrt(aa * bb);
+}
+
+static void stochastic_rounding_hits_the_mean(void* what) {
+    // --master 0: each weight becomes one of the two bf16 beside the exact update, the errors add up to nothing and know
+    // nothing of their neighbours' or the next step's
+    Pair* p = update_pair((const Update*)what);
+    std::vector<double> first = rounding_errors(p, 1), second = rounding_errors(p, 2);
+    double sum = 0, far = 0, limit = 4 / sqrt((double)first.size()); // four standard deviations of a correlation
+    for (double x : first) {
+        if (!test_check(fabs(x) <= 1.01, __FILE__, __LINE__, "a weight is %.3f steps from the exact update", x)) { break; }
+        sum += x, far += fabs(x) > 0.5;
+    }
+    CHECK(first.size() > 5000);
+    CHECK_BELOW(fabs(sum / first.size()), 0.41 * limit, "mean error in steps"); // its deviation is 1/sqrt(6)
+    CHECK_NEAR(far / first.size(), 0.25, 0.03);                                 // rounding to the nearest has none
+    CHECK_BELOW(fabs(correlation(first, first, 1)), limit, "correlation of neighbours");
+    CHECK_BELOW(fabs(correlation(first, first, 2)), limit, "correlation of elements 2 apart");
+    CHECK_BELOW(fabs(correlation(first, first, 4)), limit, "correlation of elements 4 apart");
+    CHECK_BELOW(fabs(correlation(first, second, 0)), limit, "correlation of two steps");
+    pair_free(p);
+    delete p;
+}
+
+static void small_updates_move_the_weights(void* what) {
+    // a hundred updates of 6e-4, each less than a sixth of the step between bf16 numbers at 1
+    Pair* p = update_pair((const Update*)what);
+    Options opt;
+    adamw_options(&opt, 0);
+    opt.weight_decay = 0;
+    double sum = 0, count = 0;
+    for (size_t i = 0; i < p->gpu.table.count; i++) {
+        const ParamTensor* t = &p->gpu.table.tensors[i];
+        std::vector<float> ones(t->numel, 1.0f);
+        store_weight(&p->gpu, t, 0, t->numel, ones.data());
+        store_f32(&p->gpu, p->gpu.grads, t, 0, t->numel, ones.data());
+    }
+    for (int step = 1; step <= 100; step++) {
+        model_grad_norm(&p->gpu);
+        model_update(&p->gpu, step, 6e-4, &opt);
+    }
+    cudaCheck(cudaDeviceSynchronize());
+    for (size_t i = 0; i < p->gpu.table.count; i++) {
+        const ParamTensor* t = &p->gpu.table.tensors[i];
+        std::vector<float> weight(t->numel);
+        fetch_numbers(&p->gpu, t, "weight", 0, t->numel, weight.data());
+        for (float x : weight) { sum += 1 - x, count++; }
+    }
+    CHECK_NEAR(sum / count, 0.06, 0.003);
     pair_free(p);
     delete p;
 }
@@ -694,6 +754,8 @@ static void test_updates(void) {
     report("adamw_matches_cpu", "simple", adamw_matches_cpu, &simple);
     report("stochastic_rounding_hits_the_mean", "fused", stochastic_rounding_hits_the_mean, &stochastic);
     report("stochastic_rounding_hits_the_mean", "simple", stochastic_rounding_hits_the_mean, &simple_stochastic);
+    report("small_updates_move_the_weights", "master", small_updates_move_the_weights, &fused);
+    report("small_updates_move_the_weights", "stochastic", small_updates_move_the_weights, &stochastic);
     report("a_norm_that_is_not_finite_changes_nothing", "fused", a_norm_that_is_not_finite_changes_nothing, &clipped);
     report("a_norm_that_is_not_finite_changes_nothing", "simple", a_norm_that_is_not_finite_changes_nothing, &simple);
 }
