@@ -67,10 +67,11 @@ class ValidationDraw:
 
 
 class Batch:
-    """Pieces (split, opens, bytes): split 1 is validation; `begin` is where it begins, None: within a document."""
+    """Pieces (split, opens, bytes): split 1 is validation; `begin` is where it begins, None: within a document;
+    `fraction`: how much of everything had been read by then, None: who knows."""
 
-    def __init__(self, begin):
-        self.begin, self.pieces, self.size = begin, [], 0
+    def __init__(self, begin, fraction):
+        self.begin, self.fraction, self.pieces, self.size = begin, fraction, [], 0
 
 
 class Reader:
@@ -117,17 +118,16 @@ class Reader:
         batch = None
         for where, split, opens, piece in self.pieces():
             if batch is None:
-                batch = Batch(where)
+                batch = Batch(where, self.fraction())
             elif batch.size >= (4 * BATCH if where is None else BATCH):  # within a document only if it is long
                 yield batch
-                batch = Batch(where)
+                batch = Batch(where, self.fraction())
             batch.pieces.append((split, opens, piece))
             batch.size += len(piece)
         if batch is not None:
             yield batch
 
     def fraction(self):
-        """How much of everything has been read; None: who knows"""
         sizes = [source.size for source, _ in self.inputs]
         if None in sizes or sum(sizes) == 0:
             return None
@@ -431,7 +431,7 @@ def write_splits(out, inputs, fraction, args):
             for split, writer in enumerate(writers):
                 mine = [(opens, len(piece)) for s, opens, piece in batch.pieces if s == split]
                 writer.append(tokens[split], sum(opens for opens, _ in mine), sum(size for _, size in mine))
-            progress.add(batch.size, sum(map(len, tokens)) // 4, reader.fraction())
+            progress.add(batch.size, sum(map(len, tokens)) // 4, batch.fraction)
         return tokenizer, reader.counts
     except KeyboardInterrupt:
         said = ["interrupted: the same command goes on from here"] if out.saved is not None else []

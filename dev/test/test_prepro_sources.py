@@ -18,6 +18,7 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.join(ROOT, "prepro"))
 import shards
 import text
+import tinystories
 
 TEXT = [sys.executable, "-B", "prepro/text.py"]
 # text.py in small portions: batches of 2 kB, what is done is saved all the time
@@ -215,6 +216,9 @@ def the_wrappers_choose_dataset_split_and_tokenizer():
     check(json.loads(read(folder("b/manifest.json")))["splits"]["val"]["documents"] == 7, "its own validation split")
     run(tiny + ["--out", folder("c"), "--tokenizer", "bytes", as_text(folder("t.txt"), ["a"] * 9), "--val-files", as_text(folder("v.txt"), ["b"])])
     check(list(shards.read_split(folder("c"), "val")) == [b"b"], "files")
+    config = json.loads(read(os.path.join(ROOT, "prepro/tinystories.json")))
+    check(config["vocab_size"] == tinystories.BPE, "tinystories.json is a model for another vocabulary")
+    run([os.path.join(ROOT, "train_moe_cpu"), "--config", "prepro/tinystories.json", "--train-data", folder("b/train_*.bin"), "--dry-run"])
     run(fine + ["--out", folder("d"), "--tokenizer", "bytes", as_parquet(folder("p/x.parquet"), some_documents(4000))])
     check(json.loads(read(folder("d/manifest.json")))["splits"]["val"]["documents"] == 2, "one of 2,000")
 
@@ -273,6 +277,24 @@ def workers_do_not_outlive_a_killed_run():
             break
         time.sleep(0.1)
     check(not any(os.path.exists(f"/proc/{w}") for w in workers), "workers are still there after 10 s")
+
+
+@test
+def memory_does_not_grow_with_the_rows_for_two_workers():  # D14
+    code = (
+        "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    usage = []
+    for name, rows in (("small", 100), ("large", 40000)):
+        path = write(folder(name + ".jsonl"), json.dumps({"text": "all work and no play " * 50}) + "\n")
+        with open(path, "ab") as f:
+            f.write(read(path) * (rows - 1))
+        command = [*TEXT, "--workers", "2", "--val-fraction", "0.1", "--shard-tokens", "10000000", "--out", folder(name), path]
+        usage.append(int(run([sys.executable, "-c", code, *command]).out) * (1 if sys.platform == "darwin" else 1024))
+    check(usage[1] - usage[0] < 24e6, f"peak memory {usage[0] / 1e6:.0f} MB for 100 rows, {usage[1] / 1e6:.0f} MB for 42 MB")
+    counts = json.loads(read(folder("large/manifest.json")))["splits"]
+    check(sum(s["documents"] for s in counts.values()) == 40000 and counts["val"]["documents"] == 4000, f"{counts}")
 
 
 # ----------------------------------------------------------------------------
@@ -519,7 +541,7 @@ def the_bar_says_rate_and_time_left_and_goes_away():
     check(any(re.search(r"\[#{8,12} *\] +(4|5)\d% \| [\d.]+ MB \| [\d.]+ MB/s \| [\d.]+M tokens \| eta \d+s", l) for l in lines), f"{lines[-5:]}")
     check(said.endswith("\r\x1b[K"), "the bar stays")
     fractions = [int(m) for m in re.findall(r"(\d+)%", said)]
-    check(fractions == sorted(fractions) and fractions[-1] >= 99, f"{fractions[-5:]}")
+    check(fractions == sorted(fractions) and fractions[-1] >= 97, f"{fractions[-5:]}")
     r = run([*HASTY[:3], code, "--out", folder("p"), path])
     check(all("MB/s" in l for l in r.err.splitlines()) and "\r" not in r.err, "in a file: plain lines")
 
