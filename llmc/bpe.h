@@ -124,6 +124,9 @@ typedef struct {
     BpeMerge* merges;     // open addressing, a power of two of slots, at most half of them taken
     size_t mask;
     int shift;            // 64 - log2(slots)
+    uint64_t* filter;     // 4 bits a slot, set for the hashes of pairs that are there: most neighbours are not joined, and
+                          // this is small enough to stay near the processor
+    BpeMerge none;        // what is found of them
     BpeLine* cache;       // (1 << BPE_CACHE_BITS) words, each in the one line that its hash names; a newer word replaces an older one
     TokenMap words;       // a word that is a token as a whole needs no merging; empty where the file does not say so
     BpeSymbol* symbols;   // for long words
@@ -133,12 +136,13 @@ typedef struct {
 
 static inline uint64_t bpe_pair(int left, int right) { return (uint64_t)(uint32_t)left << 32 | (uint32_t)right; }
 
-static inline size_t bpe_hash(const Bpe* b, uint64_t pair) { return (size_t)(pair * RAND_GOLDEN >> b->shift); }
+static inline uint64_t bpe_hash(uint64_t pair) { return pair * RAND_GOLDEN; }
 
-// The merge of two neighbours, or a free slot, whose rank is BPE_NONE.
+// The merge of two neighbours, or one whose rank is BPE_NONE.
 static inline const BpeMerge* bpe_find(const Bpe* b, int left, int right) {
-    uint64_t pair = bpe_pair(left, right);
-    size_t at = bpe_hash(b, pair);
+    uint64_t pair = bpe_pair(left, right), hash = bpe_hash(pair);
+    size_t bit = (size_t)(hash >> (b->shift - 2)), at = (size_t)(hash >> b->shift);
+    if ((b->filter[bit / 64] >> (bit % 64) & 1) == 0) { return &b->none; }
     while (b->merges[at].rank != BPE_NONE && b->merges[at].pair != pair) { at = (at + 1) & b->mask; }
     return &b->merges[at];
 }
@@ -153,13 +157,15 @@ static inline void bpe_init(Bpe* b, size_t count, const int byte_ids[256]) {
     b->mask = slots - 1;
     b->merges = (BpeMerge*)mallocCheck(mul_check(slots, sizeof(BpeMerge)));
     for (size_t i = 0; i < slots; i++) { b->merges[i].rank = BPE_NONE; }
+    b->filter = (uint64_t*)callocCheck(slots / 16, sizeof(uint64_t));
+    b->none.rank = BPE_NONE;
     b->cache = (BpeLine*)callocCheck((size_t)1 << BPE_CACHE_BITS, sizeof(BpeLine));
 }
 
 // Of the same pair twice, the later one counts, as in Hugging Face's table. False: a file that means harm.
 static inline bool bpe_add(Bpe* b, int left, int right, uint32_t rank, int id) {
-    uint64_t pair = bpe_pair(left, right);
-    size_t at = bpe_hash(b, pair);
+    uint64_t pair = bpe_pair(left, right), hash = bpe_hash(pair);
+    size_t bit = (size_t)(hash >> (b->shift - 2)), at = (size_t)(hash >> b->shift);
     for (int probes = 0; b->merges[at].rank != BPE_NONE && b->merges[at].pair != pair; probes++) {
         if (probes == BPE_MAX_PROBES) { return false; }
         at = (at + 1) & b->mask;
@@ -167,11 +173,13 @@ static inline bool bpe_add(Bpe* b, int left, int right, uint32_t rank, int id) {
     b->merges[at].pair = pair;
     b->merges[at].rank = rank;
     b->merges[at].id = id;
+    b->filter[bit / 64] |= (uint64_t)1 << (bit % 64);
     return true;
 }
 
 static inline void bpe_free(Bpe* b) {
     free(b->merges);
+    free(b->filter);
     free(b->cache);
     token_map_free(&b->words);
     free(b->symbols);

@@ -313,6 +313,32 @@ static void words_that_share_a_line_of_the_cache_are_told_apart(void) {
             if (!CHECK(same)) { return; }
         }
     }
+    for (size_t len = 1; len <= BPE_LINE_BYTES; len++) { // every byte counts: for the key, and where lines are compared
+        char one[BPE_LINE_BYTES], other[BPE_LINE_BYTES];
+        uint64_t key[3], other_key[3];
+        memset(one, 'x', len);
+        uint64_t line = bpe_key(one, len, key) >> (64 - BPE_CACHE_BITS);
+        for (size_t i = 0; i < len; i++) {
+            memcpy(other, one, len);
+            other[i] = 'y';
+            bpe_key(other, len, other_key);
+            CHECK(memcmp(key, other_key, sizeof(key)) != 0);
+        }
+        for (int part = 0; part < 3 && len == BPE_LINE_BYTES; part++) { // words of one line that differ in 4 bytes
+            uint32_t number = 0;
+            memcpy(other, one, len);
+            do { number++; memcpy(other + 8 * part, &number, 4); } while (bpe_key(other, len, other_key) >> (64 - BPE_CACHE_BITS) != line);
+            for (int turn = 0; turn < 2; turn++) {
+                memcpy(b.cache[line].key, turn == 0 ? key : other_key, sizeof(key)); // as if it had few tokens
+                b.cache[line].length = (uint8_t)len;
+                b.cache[line].count = 1;
+                b.cache[line].ids[0] = 1000 + turn;
+                list.count = 0;
+                bpe_encode(&b, turn == 0 ? other : one, len, &list);
+                CHECK(list.count == len);
+            }
+        }
+    }
     token_list_free(&list);
     bpe_free(&b);
 }
@@ -442,7 +468,7 @@ static void a_hash_table_that_a_file_fills_badly_is_given_up(void) {
     size_t added = 0;
     bool ok = true;
     for (uint64_t pair = 0; ok && added < 2000; pair++) { // pairs of one slot
-        if (bpe_hash(&b, pair) == 5) { ok = bpe_add(&b, (int)(pair >> 32), (int)(uint32_t)pair, (uint32_t)added++, 0); }
+        if (bpe_hash(pair) >> b.shift == 5) { ok = bpe_add(&b, (int)(pair >> 32), (int)(uint32_t)pair, (uint32_t)added++, 0); }
     }
     CHECK(!ok && added > BPE_MAX_PROBES && added < BPE_MAX_PROBES + 10);
     bpe_free(&b);

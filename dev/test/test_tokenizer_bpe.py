@@ -71,6 +71,7 @@ KINDS = {
     "neox": (1500, byte_level(regex=True), {"type": "Sequence", "normalizers": [NFC]}, SPECIAL + STRIP, {}),
     "old_split": (1500, sequence(split(GPT2, "Removed", True), byte_level()), NFC, SPECIAL + STRIP, {}),
     "words": (600, sequence(split(" ", "Removed", kind="String"), split("-->", kind="String"), byte_level(True)), None, [], {}),
+    "letters": (600, sequence(split(r"\p{L}+|\p{N}", "Removed", True), byte_level()), None, SPECIAL, {}),
     "one_word": (600, byte_level(), None, SPECIAL, {}),
 }
 
