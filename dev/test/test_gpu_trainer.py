@@ -516,6 +516,11 @@ def untrained():
     return step_folder(folder("model"), 0)
 
 
+def choices():
+    return write(folder("choices.jsonl"), '{"format": "choices", "vocab_size": 257, "eot_id": 256, "questions": 1}\n'
+                 '{"context": [72, 105], "choices": [[33], [63, 33]], "bytes": [1, 2], "label": 0}\n')
+
+
 def runs_of_one_rank():
     data = ["--train-data", stories(), "--doc-mask"]
     train_two = [*TINY, *data, "--steps", 2, "--save-every", 1]
@@ -524,6 +529,7 @@ def runs_of_one_rank():
             "mixed": (golden("mixed", "--force-routing", "--steps", 1), 1),
             "dump": (golden("odd", "--dump", folder("dump.safetensors")), 1),
             "sample": ([PROGRAM, "--init", untrained(), "--seq-len", 8, "--generate", 3], 1),
+            "choices": ([PROGRAM, "--init", untrained(), "--seq-len", 8, "--batch-size", 1, "--eval-choices", choices()], 1),
             "profile": ([*TINY, *data, "--steps", 1, "--profile", "--trace", folder("t.json"), "--val-data", stories(), "--val-steps", 1], 1)}
 
 
