@@ -817,10 +817,9 @@ static inline void options_inherit(Options* opt, const cJSON* json) {
             text = number;
         }
         if (text == NULL) { continue; }
-        char* before = strings[i]; // where the name stands there twice
+        free(strings[i]); // where the name stands there twice
         strings[i] = strdupCheck(text);
         option_store(opt, row, strings[i]);
-        free(before);
         opt->given[i] = true;
     }
 }

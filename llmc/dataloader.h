@@ -174,9 +174,10 @@ static inline void shard_check_magic(Shard* s) {
 // Reads the slots that llm.c leaves 0, and settles vocabulary and EOT over all shards.
 static inline void shard_check_vocab(DataLoader* l, Shard* s) {
     const int32_t* header = (const int32_t*)(const void*)s->map;
-    int vocab_size = header[3], eot_id = header[4] - 1, model = l->opt.vocab_size;
+    int vocab_size = header[3], model = l->opt.vocab_size;
+    int eot_id = header[4] >= 0 ? header[4] - 1 : -2; // INT_MIN has nothing below it
     if (vocab_size < 0 || eot_id < -1 || (vocab_size > 0 && eot_id >= vocab_size)) {
-        fatal("%s: its header is damaged (vocab_size %d, end-of-text id %d)", s->path, vocab_size, eot_id);
+        fatal("%s: its header is damaged (vocab_size %d, end-of-text id + 1: %d)", s->path, vocab_size, (int)header[4]);
     }
     if (eot_id >= 0) {
         if (l->eot_id >= 0 && l->eot_id != eot_id) {

@@ -1,7 +1,7 @@
 """Files from strangers: libFuzzer changes small right files (fuzz/corpus) in every way it can think of and gives them to
 the readers of llmc/, under ASan and UBSan, 10 s each (--long: a minute, and what was found to reach new code is kept in
 build/fuzz for the next time). A reader may refuse a file, by its one line, or take it; it may not crash, read beyond the
-file, leak, give wrong values, take 10 s, or ask for 512 MB of memory.
+file, leak, give wrong values, take 30 s (one or two, on a quiet machine), or ask for 512 MB of memory.
 
 What is found: put the file into fuzz/corpus, mend the reader, and state in test_hostile_files.c what is right."""
 
@@ -45,7 +45,7 @@ def fuzz(target):
     os.makedirs(grown, exist_ok=True)
     os.makedirs(BUILD, exist_ok=True)
     seed = random.randrange(1, 1 << 31) if LONG else 1
-    command = ["nice", PROGRAM, f"-max_total_time={seconds}", f"-seed={seed}", "-timeout=10", "-rss_limit_mb=1024", "-malloc_limit_mb=512",
+    command = ["nice", PROGRAM, f"-max_total_time={seconds}", f"-seed={seed}", "-timeout=30", "-rss_limit_mb=1024", "-malloc_limit_mb=512",
                "-max_len=40000", "-mutate_depth=2", "-close_fd_mask=3", f"-dict={HERE}/words.dict", f"-artifact_prefix={BUILD}/{target}-",
                "-print_final_stats=1", grown, corpus(target)]  # fmt: skip
     return run(command, code=None, env={"FUZZ": target, "TMPDIR": MEMORY}, timeout=1200)

@@ -147,6 +147,28 @@ static void a_number_where_a_checkpoints_options_have_a_text_becomes_that_text(v
 }
 
 // ----------------------------------------------------------------------------
+// shards
+
+static void open_shard(const char* path) {
+    DataLoaderOptions opt;
+    DataLoader l;
+    memset(&opt, 0, sizeof(opt));
+    opt.pattern = path;
+    opt.B = opt.T = 1;
+    opt.num_ranks = 1;
+    dataloader_open(&l, &opt);
+}
+
+static void a_shards_end_of_text_may_be_the_least_number_there_is(void) { // whoever takes 1 from it overflows
+    int32_t header[SHARD_HEADER_INTS] = {SHARD_MAGIC_32, 7, 4, 257, INT_MIN};
+    byte_buffer_add(&made, (const char*)header, sizeof(header));
+    byte_buffer_add(&made, (const char*)header, 4 * sizeof(int32_t));
+    char* path = put_file("least.bin");
+    EXPECT_FATAL(open_shard(path), "its header is damaged (vocab_size 257, end-of-text id + 1: -2147483648)");
+    free(path);
+}
+
+// ----------------------------------------------------------------------------
 // --eval-choices
 
 static void put_choices_header(int questions) {
@@ -195,6 +217,7 @@ int main(int argc, char** argv) {
     RUN(an_index_takes_no_longer_than_sorting_it);
     RUN(checksums_are_of_files_in_their_folder);
     RUN(a_number_where_a_checkpoints_options_have_a_text_becomes_that_text);
+    RUN(a_shards_end_of_text_may_be_the_least_number_there_is);
     RUN(a_context_is_held_once_for_all_its_choices);
     RUN(the_bytes_of_a_choice_can_be_divided_by);
     return test_summary();
