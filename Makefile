@@ -273,6 +273,7 @@ test-hf: all
 
 bench-cpu: all $(BUILD)/bench_cpu
 	@$(BUILD)/bench_cpu $(SIZES)
+	@HF_PYTHON=$(HF_PYTHON) python3 dev/bench/compare_cpu.py $(SIZES) $(BENCH)
 
 $(BUILD)/bench_cpu: dev/bench/bench_cpu.c train_moe_cpu.c $(HEADERS) $(BUILD)/flags
 	@mkdir -p $(BUILD)

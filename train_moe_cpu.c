@@ -399,6 +399,14 @@ void to_bf16_all(const real* x, size_t count) {
     }
 }
 
+void copy_operand(real* out, const real* x, size_t count) {
+    // out = x, where out will only be read by products: in bf16 there is then no need for more than the copy
+    size_t spread;
+    uint16_t* out_bf16 = bf16_of(out, &spread);
+    if (out_bf16) { memcpy(out_bf16, bf16_of(x, &spread), count * sizeof(uint16_t)); }
+    else { memcpy(out, x, count * sizeof(real)); }
+}
+
 // ----------------------------------------------------------------------------
 // matmul: the gateway. All products of this program pass through gemm, or through gemm_fp32 where it must be fp32.
 
@@ -1037,8 +1045,7 @@ void permute_forward(real* expert_in, const real* inp, const int* row_slot, size
     // expert_in[row,:] = inp[token of row,:] for rows begin..end
     #pragma omp parallel for
     for (size_t row = begin; row < end; row++) {
-        memcpy(expert_in + row * C, inp + (size_t)(row_slot[row] / K) * C, C * sizeof(real));
-        to_bf16(expert_in + row * C, C);
+        copy_operand(expert_in + row * C, inp + (size_t)(row_slot[row] / K) * C, C);
     }
 }
 

@@ -1,7 +1,7 @@
 // bench_cpu.c (part of `make bench-cpu`): how fast is a training step of train_moe_cpu.c, as a share of what this machine's matrix
 // product allows? A step and a square product take turns in one run, so that both meet the same noise; medians are compared.
 //   build/bench_cpu [S] [M] [SEED1] [fp32] [bf16] [steps]      the sizes are those of the table below
-//   build/bench_cpu serve SIZE PRECISION       for compare_cpu.py: reads numbers of steps, answers each with what they took in ms
+//   build/bench_cpu turn SIZE PRECISION STEPS       for compare_cpu.py: one step to warm up, then STEPS; a line each, milliseconds
 #define TESTING
 #include "../../train_moe_cpu.c"
 
@@ -114,42 +114,48 @@ static void bench(const BenchSize* size, bool bf16, int steps) {
     bench_free(&b);
 }
 
-static int serve(const BenchSize* size, bool bf16) {
+static int turn(const BenchSize* size, bool bf16, int steps) {
     Bench b;
-    int steps;
+    if (bf16 && bf16_product_missing()) { fatal("%s", bf16_product_missing()); }
     bench_create(&b, size, bf16);
-    while (scanf("%d", &steps) == 1) {
-        for (int i = 0; i < steps; i++) { printf("%s%.3f", i > 0 ? " " : "", bench_step(&b)); }
-        printf("\n");
+    for (int i = -1; i < steps; i++) {
+        printf("%.3f\n", bench_step(&b));
         fflush(stdout);
     }
     bench_free(&b);
     return 0;
 }
 
+static const BenchSize* size_named(const char* name) {
+    for (size_t s = 0; s < NUM_SIZES; s++) {
+        if (strcmp(name, sizes[s].name) == 0) { return &sizes[s]; }
+    }
+    return NULL;
+}
+
 int main(int argc, char** argv) {
     program_name = "bench_cpu";
-    int steps = 10, sizes_named = 0, precisions_named = 0;
-    bool wanted[NUM_SIZES] = {true, true, false}, fp32 = true, bf16 = bf16_product_missing() == NULL; // SEED1 takes 10 GiB: by name only
+    if (argc == 5 && strcmp(argv[1], "turn") == 0 && size_named(argv[2])) {
+        return turn(size_named(argv[2]), strcmp(argv[3], "bf16") == 0, atoi(argv[4]));
+    }
+    int steps = 10;
+    bool named[NUM_SIZES] = {false}, any = false, fp32 = false, bf16 = false;
     for (int i = 1; i < argc; i++) {
-        bool serves = strcmp(argv[1], "serve") == 0;
-        if (serves && i == 1) { continue; }
-        for (size_t s = 0; s < NUM_SIZES; s++) {
-            if (strcmp(argv[i], sizes[s].name) != 0) { continue; }
-            if (serves && argc == 4) { return serve(&sizes[s], strcmp(argv[3], "bf16") == 0); }
-            if (sizes_named++ == 0) { memset(wanted, 0, sizeof(wanted)); }
-            wanted[s] = true;
-        }
-        bool is_fp32 = strcmp(argv[i], "fp32") == 0, is_bf16 = strcmp(argv[i], "bf16") == 0;
-        if ((is_fp32 || is_bf16) && precisions_named++ == 0) { fp32 = bf16 = false; }
-        fp32 |= is_fp32;
-        bf16 |= is_bf16;
+        const BenchSize* size = size_named(argv[i]);
+        if (size) { named[size - sizes] = any = true; }
+        fp32 |= strcmp(argv[i], "fp32") == 0;
+        bf16 |= strcmp(argv[i], "bf16") == 0;
         if (atoi(argv[i]) > 0) { steps = atoi(argv[i]); }
+    }
+    if (!fp32 && !bf16) {
+        fp32 = true;
+        bf16 = bf16_product_missing() == NULL;
     }
     printf("%d threads, matrix products by %s\n", num_threads(), gemm_library(false));
     for (size_t s = 0; s < NUM_SIZES; s++) {
-        if (wanted[s] && fp32) { bench(&sizes[s], false, steps); }
-        if (wanted[s] && bf16) { bench(&sizes[s], true, steps); }
+        if (any ? !named[s] : s == 2) { continue; } // SEED1 takes 10 GiB, so it is asked for by name
+        if (fp32) { bench(&sizes[s], false, steps); }
+        if (bf16) { bench(&sizes[s], true, steps); }
     }
     return 0;
 }
