@@ -393,6 +393,17 @@ static void added_tokens_are_found_in_a_text_the_longest_first(void) {
     tokenizer_free(&t);
 }
 
+static void a_name_in_the_vocabulary_that_is_no_added_token_is_text(void) {
+    Tokenizer t;
+    if (!CHECK(read_bpe(&t, ", \"<|endoftext|>\": 256", "", PLAIN))) { return; }
+    CHECK(t.eot_id == 256 && encode(&t, TOKENIZER_EOT, 13)->count == 13);
+    tokenizer_free(&t);
+    if (!CHECK(read_bpe(&t, "", "", PLAIN ", \"added_tokens\": [" ADDED(256, "<|endoftext|>", "") "]"))) { return; }
+    CHECK(t.encoder == NULL); // each byte is a token: the quick way
+    ENCODES_TO(&t, "a<|endoftext|>", 'a', 256);
+    tokenizer_free(&t);
+}
+
 static void what_is_no_utf8_is_encoded_as_python_replaces_it(void) {
     Tokenizer t;
     if (!CHECK(read_bpe(&t, ", \"\\u00ef\\u00bf\": 256, \"\\u00ef\\u00bf\\u00bd\": 257, \"ab\": 258", "\"\\u00ef \\u00bf\", \"\\u00ef\\u00bf \\u00bd\", \"a b\"",
@@ -756,6 +767,7 @@ int main(int argc, char** argv) {
     RUN(words_that_share_a_line_of_the_cache_are_told_apart);
     RUN(a_list_with_a_file_keeps_its_order_and_its_memory);
     RUN(added_tokens_are_found_in_a_text_the_longest_first);
+    RUN(a_name_in_the_vocabulary_that_is_no_added_token_is_text);
     RUN(what_is_no_utf8_is_encoded_as_python_replaces_it);
     RUN(a_character_of_several_tokens_comes_out_whole);
     RUN(what_is_not_implemented_is_refused_by_name);
