@@ -270,13 +270,15 @@ def workers_do_not_outlive_a_killed_run():
         time.sleep(0.05)
     check(len(workers) == 2, f"workers {workers}")
     p.send_signal(signal.SIGKILL)
-    p.communicate()
+    p.wait()
     os.close(feed)
     for _ in range(100):
         if not any(os.path.exists(f"/proc/{w}") for w in workers):
-            break
+            return
         time.sleep(0.1)
-    check(not any(os.path.exists(f"/proc/{w}") for w in workers), "workers are still there after 10 s")
+    for w in workers:
+        os.kill(w, signal.SIGKILL)
+    check(False, "workers are still there after 10 s")
 
 
 @test
@@ -418,6 +420,8 @@ def what_was_written_after_the_last_save_is_forgotten():
     write(open_shard, struct.pack("<5i", shards.MAGIC, shards.VERSION, 3000, 257, 257) + data[20:])
     write(folder(f"o/.partial/train_{len(train['shards']) + 1:06d}.bin"), bytes(5000))
     write(folder("o/.partial/train_000099.bin"), bytes(5000))
+    interrupted(folder("o"), options, 1)
+    check(whole_or_no_shard(open_shard), "half a shard looks whole")
     run(TEXT + ["--out", folder("o"), *options])
     check_same_shards(folder("o"), folder("fresh"), "gone on")
 

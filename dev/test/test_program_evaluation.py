@@ -249,8 +249,8 @@ def without_a_tokenizer_the_manifest_says_how_many_bytes_there_are():
     command = [PROGRAM, "--model", "tiny", "--val-data", folder("data/val_*.bin"), "--eval", "--seq-len", 32, "--batch-size", 4]
     loss, bits = evaluation(command)
     check(bits is None, "bits per byte of nobody knows what")
-    splits = {"train": {"tokens": 10, "bytes": 7, "shards": [{"file": "train_000000.bin"}]},
-              "val": {"tokens": 999, "bytes": 3996, "shards": [{"file": "val_000000.bin"}]}}  # fmt: skip
+    splits = {"val": {"tokens": 999, "bytes": 3996, "shards": [{"file": "val_000000.bin"}]},
+              "train": {"tokens": 10, "bytes": 7, "shards": [{"file": "train_000000.bin"}]}}  # fmt: skip
     write(folder("data/manifest.json"), json.dumps({"splits": splits}))
     again, bits = evaluation(command)
     check_near(bits, loss / 4 / math.log(2), 1e-4, "bits per byte")
