@@ -3,11 +3,11 @@
 that stays loaded, so both meet the same noise; processor time, medians. `tokenizers` gets its quickest call,
 encode_batch_fast, on one thread.
 
-    build/venv/bin/python dev/bench/bench_tokenizer.py [--tokenizer tokenizer.json] [--rounds 9]
+    build/venv/bin/python dev/bench/bench_tokenizer.py [--tokenizer tokenizer.json] [--rounds 9] [--also FILE]...
 
 Without --tokenizer: Qwen's vocabulary, which prepro/qwen.py fetches. The texts: Debian's fortunes, whole files; the
 fortunes one by one; Python's standard library; Chinese characters drawn at random, whose words no cache has seen; letters
-with accents that NFC has to put together.
+with accents that NFC has to put together; each FILE.
 """
 
 import argparse
@@ -47,6 +47,7 @@ def texts():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", help="a tokenizer.json [Qwen's]")
+    parser.add_argument("--also", metavar="FILE", action="append", default=[], help="a text of your own")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +65,8 @@ def main():
         print(f"{path}: {theirs.get_vocab_size()} tokens; tokenizers loads it in {time.process_time() - begin:.3f} s", end="")
         print(f"; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         print("| text | MB | ids | ours, MB/s | tokenizers, MB/s | ratio |\n| --- | --- | --- | --- | --- | --- |")
-        for name, documents in texts().items():
+        own = {os.path.basename(p): [open(p, encoding="utf-8", errors="replace").read()] for p in args.also}
+        for name, documents in {**texts(), **own}.items():
             data = [d.encode() for d in documents]
             size = sum(map(len, data)) / 1e6
             file = os.path.join(folder, "texts")
