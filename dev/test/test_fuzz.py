@@ -48,7 +48,9 @@ def fuzz(target):
     command = ["nice", PROGRAM, f"-max_total_time={seconds}", f"-seed={seed}", "-timeout=30", "-rss_limit_mb=1024", "-malloc_limit_mb=512",
                "-max_len=40000", "-mutate_depth=2", "-close_fd_mask=3", f"-dict={HERE}/words.dict", f"-artifact_prefix={BUILD}/{target}-",
                "-print_final_stats=1", grown, corpus(target)]  # fmt: skip
-    return run(command, code=None, env={"FUZZ": target, "TMPDIR": MEMORY}, timeout=1200)
+    r = run(command, code=None, env={"FUZZ": target, "TMPDIR": MEMORY}, timeout=1200)
+    write(f"{BUILD}/{target}.log", r.err)
+    return r
 
 
 problem = build()
@@ -62,9 +64,9 @@ if problem is None:
 def survives(target):
     def claim():
         r = runs[target].result()
-        what = re.search(r"(SUMMARY: .*|ERROR: libFuzzer.*|.* does not hold)", r.err)
+        what = re.search(r"(.* does not hold|cannot write .*|SUMMARY: .*|ERROR: libFuzzer.*|libFuzzer: run interrupted.*)", r.err)
         file = re.search(r"Test unit written to (\S+)", r.err)
-        again = f"; again with FUZZ={target} build/test/fuzz {file.group(1)}" if file else ": " + r.err.strip()[-400:]
+        again = f"; again with FUZZ={target} build/test/fuzz {file.group(1)}; log: {BUILD}/{target}.log" if file else ": " + r.err.strip()[-400:]
         check(r.code == 0, f"{what.group(1) if what else f'exit code {r.code}'}{again}")
         count = re.search(r"number_of_executed_units: (\d+)", r.err)
         check(count and int(count.group(1)) > 50, f"only {count and count.group(1)} files were tried")

@@ -247,6 +247,7 @@ static void fuzz_remove_folder(void) { path_remove(fuzz_base); }
 
 int LLVMFuzzerInitialize(int* argc, char*** argv) {
     (void)argc; (void)argv;
+    fuzz_stderr = dup(2);
     const char* name = getenv("FUZZ");
     for (size_t i = 0; i < sizeof(fuzz_targets) / sizeof(fuzz_targets[0]); i++) {
         if (name != NULL && strcmp(name, fuzz_targets[i].name) == 0) { fuzz_target = &fuzz_targets[i]; }

@@ -24,8 +24,9 @@ typedef struct {
 } FuzzTarget;
 
 #define fuzz_check(cond) ((cond) ? (void)0 : fuzz_failed(#cond, __FILE__, __LINE__))
+static int fuzz_stderr = 2; // a copy: libFuzzer may close the other
 static inline void fuzz_failed(const char* what, const char* file, int line) {
-    dprintf(2, "%s:%d: %s does not hold\n", file, line, what);
+    dprintf(fuzz_stderr, "%s:%d: %s does not hold\n", file, line, what);
     abort();
 }
 
@@ -118,7 +119,10 @@ FUZZ_PLAIN static inline void fuzz_write_files(const FuzzTarget* target, const c
         unlink(path);
         if (i >= count || sizes[i] == 0) { continue; }
         int fd = open(path, O_WRONLY | O_CREAT | O_EXCL, 0600);
-        if (fd < 0 || write(fd, parts[i], sizes[i]) != (ssize_t)sizes[i]) { fuzz_failed("files can be written", __FILE__, __LINE__); }
+        if (fd < 0 || write(fd, parts[i], sizes[i]) != (ssize_t)sizes[i]) { // no fault of a reader
+            dprintf(fuzz_stderr, "cannot write %s: %s\n", path, strerror(errno));
+            _exit(3);
+        }
         close(fd);
     }
 }
