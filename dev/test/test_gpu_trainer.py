@@ -36,6 +36,19 @@ def train(name, command, steps, count=1, env=None):
     return step_folder(folder(name), steps)
 
 
+def untrained():
+    """A folder with the tiny model, and a tokenizer."""
+    if not os.path.exists(folder("model")):
+        text = write(folder("text/a.txt"), text_of(60))
+        run([CPU_TRAINER, *TINY[1:], "--tokenize", "inline", "--train-data", text, "--steps", 0, "--out", folder("model")])
+    return step_folder(folder("model"), 0)
+
+
+def choices():
+    return write(folder("choices.jsonl"), '{"format": "choices", "vocab_size": 257, "eot_id": 256, "questions": 1}\n'
+                 '{"context": [72, 105], "choices": [[33], [63, 33]], "bytes": [1, 2], "label": 0}\n')
+
+
 def losses(name):
     return column(folder(name + ".jsonl"), "loss")
 
@@ -197,18 +210,25 @@ def two_hundred_steps_of_text_have_the_losses_of_the_cpu_trainer():
 
 @test
 def greedy_sampling_takes_what_forward_calls_the_likeliest():
-    text = write(folder("text/a.txt"), text_of(60))
-    run([CPU_TRAINER, *TINY[1:6], 16, "--lr", "1e-2", "--tokenize", "inline", "--train-data", text, "--steps", 60, "--out", folder("out")])
-    model = step_folder(folder("out"), 60)
-    said = run([PROGRAM, "--init", model, "--seq-len", 16, "--generate", 12, "--temperature", 0, "--prompt", "ab"]).out.splitlines()[0]
+    model, rng = untrained(), np.random.default_rng(5)
+    tensors = load_file(model + "/model.safetensors")
+    for name, t in tensors.items():  # attention that is sharp, experts that matter, and letters as the likeliest tokens
+        if t.ndim == 2:
+            t[:] = rng.standard_normal(t.shape) * (3 if "mlp.gate" in name else 1) / (1 if "embed" in name else t.shape[1] ** 0.5)
+        elif "q_norm" in name:
+            t[:] = 3
+    likely = [ord(c) for c in "abcdefghijklmnop"]
+    tensors["lm_head.weight"][[t for t in range(257) if t not in likely]] = 0
+    save_file(tensors, model + "/model.safetensors")
+    said = run([PROGRAM, "--init", model, "--seq-len", 24, "--generate", 20, "--temperature", 0, "--prompt", "ab"]).out.splitlines()[0]
     tokens = np.array([[EOT, *said.encode()]], np.int32)
-    check(tokens.shape[1] >= 5, f"it said {said!r}, that is too little")
+    check(tokens.shape[1] >= 22 and len(set(said)) > 5, f"it said {said!r}")
     batch_file(folder("batch"), 1, tokens.shape[1], tokens=tokens, targets=tokens)
     run([PROGRAM, "--init", model, "--batch", folder("batch"), "--dump", folder("dump")])
     logits = load_file(folder("dump"))["logits"][0]
     for t in range(3, tokens.shape[1]):  # what the decoder chose, with its own rounding
         chosen, best = logits[t - 1, tokens[0, t]], logits[t - 1].max()
-        check(chosen >= best - 0.1, f"token {t} of {said!r}: logit {chosen}, the largest is {best}")
+        check(chosen >= best - 0.05, f"token {t} of {said!r}: logit {chosen}, the largest is {best}")
 
 
 # ----------------------------------------------------------------------------
@@ -280,15 +300,16 @@ def a_run_that_becomes_infinite_stops_on_all_ranks_at_the_same_step():  # N14
             tensors[f"model.layers.{l}.self_attn.{n}.weight"][:] = 3e38
     save_file(tensors, model + "/model.safetensors")
     plain, special = [ord("a")] * 16, [ord("z")] * 16
-    data = shard(folder("data/one.bin"), [*plain, *special, ord("a")])
-    command = [PROGRAM, "--init", model, "--batch-size", 1, "--seq-len", 16, "--train-data", data, "--steps", 5, "--save-every", 1]
-    r = ranks(2, [*command, "--out", folder("out")], code=None)
-    check(r.code == 1 and len(said(r)) == 1, f"exit code {r.code}, messages {said(r)}")
-    check("step 1" in said(r)[0] and "not finite" in said(r)[0], said(r)[0])
-    check(steps_in(folder("out")) == [], f"saved {steps_in(folder('out'))}")
-    command[command.index("--train-data") + 1] = shard(folder("data/none.bin"), [*plain, *plain, ord("a")])
-    command[command.index("--steps") + 1] = 1
-    ranks(2, [*command, "--out", folder("fine")])  # without the token the same model does its first step
+    data = {"bad": shard(folder("data/bad.bin"), [*plain, *special, ord("a")]), "fine": shard(folder("data/fine.bin"), [*plain, *plain, ord("a")])}
+    for count in (1, 2):
+        def command(name, steps):
+            return [PROGRAM, "--init", model, "--batch-size", 2 // count, "--seq-len", 16, "--train-data", data[name], "--steps", steps,
+                    "--save-every", 1, "--out", folder(f"{name}{count}")]
+        r = ranks(count, command("bad", 5), code=None)
+        check(r.code == 1 and len(said(r)) == 1, f"exit code {r.code}, messages {said(r)}")
+        check("step 1" in said(r)[0] and "not finite" in said(r)[0], said(r)[0])
+        check(steps_in(folder(f"bad{count}")) == [], f"saved {steps_in(folder(f'bad{count}'))}")
+        ranks(count, command("fine", 1))  # without the token the same model does its first step
 
 
 @test
@@ -305,10 +326,10 @@ def wrong_options_of_several_ranks_are_reported_once():
         check(r.code == 1 and len(said(r)) == 1 and part in said(r)[0], f"exit code {r.code}, messages {said(r)}")
 
 
-def two_ranks_after_two_steps(*options):
+def two_ranks_after_two_steps(*options, env=None):
     """A run that has done two steps of 500: mpirun, and the process ids of the ranks."""
     command = [*MPIRUN, "-np", 2, *RANKS, "--train-data", stories(), "--steps", 500, "--out", folder("out"), *options]
-    process = start(command, env={"EMU_DEVICES": "2"})
+    process = start(command, env={"EMU_DEVICES": "2", **(env or {})})
     while not re.match("step +2/", line := process.stdout.readline()):
         if not line:
             raise Failure(f"it ended early: {process.stderr.read()[-600:]}")
@@ -332,6 +353,25 @@ def a_killed_rank_ends_all():  # R7
     check(not left, f"still there after {time.time() - begin:.0f} s: {left}")
     step = steps_in(folder("out"))[-1]
     ranks(2, [PROGRAM, "--resume", "--out", folder("out"), "--steps", step + 1])
+
+
+@test
+def a_rank_that_hangs_is_given_up():  # R2, R10
+    process, children = two_ranks_after_two_steps("--save-every", 1, "--keep", 2, env={"MOE_NCCL_TIMEOUT": "4", "EMU_NCCL_TIMEOUT": "4"})
+    os.kill(children[1], signal.SIGSTOP)
+    begin = time.time()
+    out, err = process.communicate(timeout=100)
+    check(process.returncode == 1 and "_NCCL_TIMEOUT" in err, f"exit code {process.returncode}: {err[-400:]}")
+    check(time.time() - begin < 60, f"after {time.time() - begin:.0f} s")
+    run([CPU_TRAINER, "--init", step_folder(folder("out"), steps_in(folder("out"))[-1]), "--generate", 1])
+
+
+@emu_test
+def ranks_that_cannot_connect_are_told_what_to_try():  # R2, R3
+    command = [*RANKS, "--train-data", stories(), "--steps", 1]
+    env = {"EMU_DEVICES": "2", "MOE_NCCL_TIMEOUT": "3", "EMU_NCCL_TIMEOUT": "60"}
+    r = run([*MPIRUN, "-np", 1, *command, ":", "-np", 1, "-x", "EMU_FAIL=ncclCommInitRank:1", *command], env=env, code=None)
+    check(r.code == 1 and "NCCL_P2P_DISABLE" in r.err and "ncclCommInitRank" in r.err, f"exit code {r.code}: {r.err[-600:]}")
 
 
 @test
@@ -376,11 +416,13 @@ def dry_run_plans_the_memory_of_smol_500m():
 
 @emu_test
 def out_of_memory_prints_the_plan_and_the_plan_is_right():  # U2
-    command = [*TINY, "--train-data", stories(), "--steps", 1]
-    _, rows = plan(*TINY[1:])
-    gib = rows["total"] / 1024
-    run(command, env={"EMU_MEM": f"{1.03 * gib + 0.002:.6f}"})
-    r = run(command, env={"EMU_MEM": f"{0.97 * gib:.6f}"}, code=1)
+    sizes = ["--batch-size", 4, "--seq-len", 64]
+    command = [PROGRAM, "--model", "tiny", *sizes, "--train-data", stories(), "--steps", 1]
+    _, rows = plan("--model", "tiny", *sizes)
+    os.makedirs(folder(), exist_ok=True)
+    run([*command, "--metrics", folder("m.jsonl")], env={"EMU_MEM": f"{(rows['total'] + 0.15) / 1024:.9f}"})  # MiB, printed to a tenth
+    check_near(column(folder("m.jsonl"), "mem")[0] / 2**20, rows["total"], 0.1, "memory taken and memory planned")
+    r = run(command, env={"EMU_MEM": f"{(rows['total'] - 0.15) / 1024:.9f}"}, code=1)
     for part in ("weights", "activations", "total", "out of memory", "--batch-size"):
         check(part in r.err, f"{part!r} is not in {r.err}")
     check(len(said(r)) == 1, r.err)
@@ -510,17 +552,6 @@ def every_site_fails(runs, known=()):
     return seen
 
 
-def untrained():
-    """A folder with the tiny model, and a tokenizer."""
-    run([CPU_TRAINER, *TINY[1:], "--train-data", stories(), "--steps", 0, "--out", folder("model")])
-    return step_folder(folder("model"), 0)
-
-
-def choices():
-    return write(folder("choices.jsonl"), '{"format": "choices", "vocab_size": 257, "eot_id": 256, "questions": 1}\n'
-                 '{"context": [72, 105], "choices": [[33], [63, 33]], "bytes": [1, 2], "label": 0}\n')
-
-
 def runs_of_one_rank():
     data = ["--train-data", stories(), "--doc-mask"]
     train_two = [*TINY, *data, "--steps", 2, "--save-every", 1]
@@ -560,18 +591,20 @@ def no_call_site_is_left_out():
     runs = {**runs_of_one_rank(), "two": ([*RANKS, "--train-data", stories(), "--steps", 1], 2)}
     for name, (command, count) in runs.items():
         found |= {site for _, site in traced(name, command, count)}
-    reached = {int(site.split(":")[1]) for site in found if site.startswith("train_moe.cu:")}
-    missed, function, left_out = [], "", False
-    for i, line in enumerate(read(os.path.join(ROOT, "train_moe.cu")).decode().splitlines(), 1):
-        if match := re.match(r"[a-z].*?(\w+)\(", line):
-            function = match.group(1)
-        if line.startswith("#"):  # without MPI or NCCL
-            left_out = line.startswith("#if defined(NO_MPI)") or (left_out and not line.startswith(("#else", "#endif")))
-        called = re.search(r"\b((cuda|cublas|nccl|launch)Check|streamWait)\(", line)
-        if called and not left_out and function not in UNREACHED and not any(name in line for name in UNREACHED):
-            if not reached & set(range(i - 2, i + 4)):  # a call may take several lines
-                missed.append(f"{i}: {line.strip()}")
-    check(len(reached) > 80, f"only {len(reached)} lines call CUDA")
+    missed, lines = [], 0
+    for file in ("train_moe.cu", "llmc/multi_gpu.h", "llmc/gpu_clock.h", "llmc/cuda_device.h"):
+        reached = {int(site.split(":")[1]) for site in found if site.startswith(file + ":")}
+        function, left_out, lines = "", False, lines + len(reached)
+        for i, line in enumerate(read(os.path.join(ROOT, file)).decode().splitlines(), 1):
+            if match := re.match(r"[a-z].*?(\w+)\(", line):
+                function = match.group(1)
+            if line.startswith("#"):  # without MPI or NCCL
+                left_out = line.startswith(("#if defined(NO_MPI)", "#ifdef ONE_RANK_ONLY")) or (left_out and not line.startswith(("#else", "#endif")))
+            called = re.search(r"\b((cuda|cublas|nccl|launch)Check|streamWait)\(", line)
+            if called and not left_out and function not in UNREACHED and not any(name in line for name in UNREACHED):
+                if not reached & set(range(i - 2, i + 4)):  # a call may take several lines
+                    missed.append(f"{file}:{i}: {line.strip()}")
+    check(lines > 100, f"only {lines} lines call CUDA")
     check(not missed, "nobody makes these calls fail: " + "; ".join(missed))
 
 
