@@ -18,6 +18,7 @@
 
 static const char* program_name = "moe";   // main sets it to its own name
 static void (*fatal_hook)(void) = NULL;    // called after the message, before exit: several ranks stop each other here
+static void (*fatal_patience)(void) = NULL; // called before the message: all ranks but the first wait, should it fail, too
 
 #define PRINTF_LIKE(fmt, args) __attribute__((format(printf, fmt, args)))
 
@@ -39,10 +40,18 @@ static inline void message_line(const char* kind, const char* fmt, va_list args)
     fflush(stderr); // who redirected it may have made it buffered
 }
 
+// What comes before the message of an error, once.
+static inline void fatal_wait(void) {
+    void (*patience)(void) = fatal_patience;
+    fatal_patience = NULL;
+    if (patience != NULL) { patience(); }
+}
+
 // Prints "program: error: <message>" and ends the program with exit code 1. The message has no newline.
 __attribute__((noreturn)) PRINTF_LIKE(1, 2)
 static inline void fatal(const char* fmt, ...) {
     fflush(stdout); // so that the error comes after what was printed before it
+    fatal_wait();
     va_list args;
     va_start(args, fmt);
     message_line("error", fmt, args);

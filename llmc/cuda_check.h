@@ -26,6 +26,7 @@ static inline const char* cuda_advice(cudaError_t status) {
 
 static inline void cuda_check(cudaError_t status, const char* call, const char* file, int line) {
     if (status == cudaSuccess) { return; }
+    fatal_wait();
     if (status == cudaErrorMemoryAllocation && out_of_memory_hook != NULL) { out_of_memory_hook(); }
     fatal("%s failed: %s (%s:%d)%s", call, cudaGetErrorString(status), file, line, cuda_advice(status));
 }

@@ -92,7 +92,6 @@ static inline int multi_gpu_meet(MultiGpu* g, int mine, double seconds) {
     for (int done = 0; !done; usleep(100)) {
         mpiCheck(MPI_Testall(2 * g->num_ranks, requests, &done, MPI_STATUSES_IGNORE));
         if (done || profiler_clock_us() - begin < 1e6 * seconds) { continue; }
-        if (g->rank > 0) { sleep_through(2); } // rank 0 speaks for all, if it can
         for (int r = 0; r < g->num_ranks; r++) {
             mpiCheck(MPI_Test(&requests[r], &done, MPI_STATUS_IGNORE));
             if (done) { continue; }
@@ -192,6 +191,9 @@ static inline void multi_gpu_name_rank(const MultiGpu* g) { // its messages begi
     program_name = name;
 }
 
+// A fault that all ranks come to is reported once: rank 0 speaks for all, if it can, and ends them.
+static inline void multi_gpu_patience(void) { sleep_through(3); }
+
 // MPI, and who we are; nothing of CUDA yet. Afterwards only rank 0 prints to stdout.
 static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
     memset(g, 0, sizeof(*g));
@@ -219,6 +221,7 @@ static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
     mpiCheck(MPI_Comm_size(node, &g->local_ranks));
     mpiCheck(MPI_Comm_free(&node));
     if (g->rank == 0) { return; }
+    fatal_patience = multi_gpu_patience;
     multi_gpu_name_rank(g);
     if (freopen("/dev/null", "w", stdout) == NULL) { fatal("cannot open /dev/null"); }
 }
@@ -244,8 +247,7 @@ static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
         bool waits = cudaStreamQuery(g->stream) == cudaErrorNotReady && cudaEventQuery(g->ready) == cudaSuccess;
         if (!waits || since == 0) { since = waits ? now : 0; }
         if (waits && now - since > 1e6 * g->timeout) {
-            if (g->rank > 0) { sleep_through(2); } // rank 0 speaks for all, if it can
-            fatal("other ranks have not come to an all-reduce within %.0f s (MOE_NCCL_TIMEOUT): has one been stopped, "
+                fatal("other ranks have not come to an all-reduce within %.0f s (MOE_NCCL_TIMEOUT): has one been stopped, "
                   "or a GPU been lost? Try: %s", g->timeout, nccl_advice());
         }
         cudaGetLastError(); // "not ready" is no error, but is kept as the last one

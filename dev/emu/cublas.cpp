@@ -171,7 +171,8 @@ static Handle* new_handle() { return new Handle{ALIVE, nullptr}; }
 static cublasStatus_t destroy_handle(cublasHandle_t h, const char* call, void* pc) {
     Handle* x = handle(h, call, pc);
     if (!x) return CUBLAS_STATUS_NOT_INITIALIZED;
-    x->magic = 0;                                      // kept, so that a later use is recognised
+    x->magic = 0;
+    bury(x);
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -383,6 +384,7 @@ cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) {
     MAY_FAIL;
     if (!alive((LtDesc*)d, "cublasLtMatmulDescDestroy", PC)) return CUBLAS_STATUS_INVALID_VALUE;
     ((LtDesc*)d)->magic = 0;
+    bury(d);
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t h, cublasLtMatmulDescAttributes_t a, const void* v,
@@ -414,6 +416,7 @@ cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t l) {
     MAY_FAIL;
     if (!alive((LtLayout*)l, "cublasLtMatrixLayoutDestroy", PC)) return CUBLAS_STATUS_INVALID_VALUE;
     ((LtLayout*)l)->magic = 0;
+    bury(l);
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t h, cublasLtMatrixLayoutAttribute_t a,
@@ -441,6 +444,7 @@ cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t p) {
     MAY_FAIL;
     if (!alive((LtPreference*)p, "cublasLtMatmulPreferenceDestroy", PC)) return CUBLAS_STATUS_INVALID_VALUE;
     ((LtPreference*)p)->magic = 0;
+    bury(p);
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p,

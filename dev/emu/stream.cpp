@@ -265,6 +265,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t h) {
         return set_error(cudaErrorInvalidResourceHandle);
     }
     live().erase(s);                                   // its work still runs
+    bury(s);
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t h) {
@@ -339,6 +340,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t h) {
     Event* e = find_event(h, "cudaEventDestroy", PC);
     if (!e) return cudaErrorInvalidResourceHandle;
     live_events().erase(e);
+    bury(e);
     return cudaSuccess;
 }
 static cudaError_t record(cudaEvent_t h, cudaStream_t stream, void* pc) {
