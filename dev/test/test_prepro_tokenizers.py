@@ -81,6 +81,8 @@ def qwens_ranks_become_a_tokenizer_with_tiktokens_ids():
     # tiktoken takes the ranks as they are; they are the places in the vocabulary
     byte_of = {c: b for b, c in enumerate(shards.byte_alphabet())}
     ranks = {bytes(byte_of[c] for c in token): rank for token, rank in content["model"]["vocab"].items()}
+    again = qwen.tokenizer_json(sorted(ranks, key=ranks.get))
+    check(again == content, "build/qwen is not what prepro/qwen.py makes today: remove it")
     theirs = tiktoken.Encoding(
         "qwen", pat_str=qwen.WORDS, mergeable_ranks=ranks, special_tokens={n: 151643 + i for i, (n, _) in enumerate(qwen.ADDED)}
     )
