@@ -26,7 +26,7 @@ namespace cpu {
 }
 #undef layer_ffn_size
 #include "dev/test/testing.h"
-#include <dirent.h>
+#include <sys/mman.h>
 #include <vector>
 
 const double LOSS = 1e-2, LOGITS = 3e-2, GRADIENTS = 5e-2, GRADIENT = 1.5e-1;
@@ -804,6 +804,113 @@ static void test_equalities(void) {
     report("two_microbatches_add_up", "flash_grouped", two_microbatches_add_up, &c);
 }
 
+// ----------------------------------------------------------------------------
+// sizes: a row that lies beyond 2^31 and beyond 2^32 elements is read and written like the first one
+
+static void* far_alloc(size_t bytes) {
+    // room that is mostly never touched; NULL: this device is too small
+#ifdef EMU // any memory of the host will do
+    void* p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return p == MAP_FAILED ? NULL : p;
+#else
+    size_t free_bytes, total;
+    cudaCheck(cudaMemGetInfo(&free_bytes, &total));
+    return bytes + ((size_t)1 << 30) < free_bytes ? device_alloc(bytes) : NULL;
+#endif
+}
+
+static void far_free(void* p, size_t bytes) {
+#ifdef EMU
+    munmap(p, bytes);
+#else
+    (void)bytes;
+    cudaCheck(cudaFree(p));
+#endif
+}
+
+static void far_copy(void* to, const void* from, size_t bytes) {
+#ifdef EMU
+    cudaCheck(cudaDeviceSynchronize());
+    memcpy(to, from, bytes);
+#else
+    cudaCheck(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
+#endif
+}
+
+template <class T> static T* on_device(const std::vector<T>& x) {
+    T* p = (T*)device_alloc(x.size() * sizeof(T));
+    cudaCheck(cudaMemcpy(p, x.data(), x.size() * sizeof(T), cudaMemcpyHostToDevice));
+    return p;
+}
+
+template <class T> static std::vector<T> on_host(const T* p, size_t n) {
+    std::vector<T> x(n);
+    cudaCheck(cudaMemcpy(x.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
+    return x;
+}
+
+typedef struct { size_t row; } Far; // of 1024 elements
+
+static std::vector<float> row_results(size_t row, const std::vector<uint16_t>& numbers, bool* enough_memory) {
+    // what each operation that goes from rows to rows by an index makes of one row of bf16 numbers (C) at index `row`
+    size_t C = numbers.size(), F = 8, elements = (row + 1) * C;
+    bf16* inp = (bf16*)far_alloc(elements * sizeof(bf16));
+    float* sums = (float*)far_alloc(elements * sizeof(float));
+    *enough_memory = inp != NULL && sums != NULL;
+    if (!*enough_memory) { return {}; }
+    std::vector<float> sum(C, 0.0f);
+    far_copy(inp + row * C, numbers.data(), C * sizeof(bf16));
+    far_copy(sums + row * C, sum.data(), C * sizeof(float));
+    bf16* out = on_device(std::vector<bf16>(8 * C));
+    bf16* weight = on_device(std::vector<bf16>(16 * C, __float2bfloat16(0.01f)));
+    float *one = on_device(std::vector<float>(row + 1, 1.0f)), *zeros = on_device(std::vector<float>(8, 0.0f));
+    int *index = on_device(std::vector<int>(1, (int)row)), *first = on_device(std::vector<int>(1, 0));
+    int4* tile = on_device(std::vector<int4>(1, make_int4(0, 0, 1, 0)));
+    Routing r = {NULL, NULL, NULL, NULL, index, tile};
+    embedding_forward(out, index, inp, 1, C, 0);
+    permute_forward(out + C, inp, index, 1, C, 0);
+    permute_backward(out + 2 * C, inp, index, zeros, weight, 1, 1, C, 1, 0);
+    combine_forward(out + 3 * C, inp, one, index, 1, 1, C, 0);
+    combine_backward(out + 4 * C, zeros + 1, inp, weight, one, index, 1, 1, C, 0);
+    experts_gate_up(out + 5 * C, out + 6 * C, inp, weight, r, 1, C, F, 1, 0);
+    embedding_backward(sums, out, index, first, 1, C, -1, 0);
+    cudaCheck(cudaDeviceSynchronize());
+    std::vector<float> all;
+    for (bf16 x : on_host(out, 5 * C)) { all.push_back(__bfloat162float(x)); }
+    for (bf16 x : on_host(out + 5 * C, 2 * F)) { all.push_back(__bfloat162float(x)); }
+    for (bf16 x : on_host(out + 6 * C, F)) { all.push_back(__bfloat162float(x)); }
+    far_copy(sum.data(), sums + row * C, C * sizeof(float));
+    all.insert(all.end(), sum.begin(), sum.end());
+    all.push_back(on_host(zeros + 1, 1)[0]);
+    void* device[] = {out, weight, one, zeros, index, first, tile};
+    for (void* p : device) { cudaCheck(cudaFree(p)); }
+    far_free(inp, elements * sizeof(bf16));
+    far_free(sums, elements * sizeof(float));
+    return all;
+}
+
+static void offsets_reach_the_right_row(void* what) {
+    std::vector<uint16_t> numbers(1024);
+    uint64_t state = hash64(5);
+    for (uint16_t& x : numbers) { x = f32_to_bf16((float)(2 * rng_uniform(&state) - 1)); }
+    bool enough;
+    std::vector<float> wanted = row_results(0, numbers, &enough), got = row_results(((Far*)what)->row, numbers, &enough);
+    if (!enough) {
+        printf("     this device's memory is too small for:\n");
+        return;
+    }
+    for (size_t i = 0; i < wanted.size(); i++) {
+        if (!test_check(wanted[i] == got[i] && wanted[i] != 0, __FILE__, __LINE__, "number %zu is %g, in the first row %g", i,
+                        (double)got[i], (double)wanted[i])) { return; }
+    }
+}
+
+static void test_sizes(void) {
+    Far beyond_31 = {((size_t)3 << 30) / 1024}, beyond_32 = {((size_t)5 << 30) / 1024};
+    report("offsets_reach_the_right_row", "3_gibi_elements", offsets_reach_the_right_row, &beyond_31);
+    report("offsets_reach_the_right_row", "5_gibi_elements", offsets_reach_the_right_row, &beyond_32);
+}
+
 int main(int argc, char** argv) {
     program_name = "test_moe";
     test_arguments(argc, argv);
@@ -811,5 +918,6 @@ int main(int argc, char** argv) {
     test_goldens();
     test_updates();
     test_equalities();
+    test_sizes();
     return test_summary();
 }
