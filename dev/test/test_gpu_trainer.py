@@ -262,6 +262,23 @@ def overlapping_changes_no_bit():
 
 
 @test
+def gradients_are_averaged_by_buckets_while_backward_goes_on():  # R5, F3
+    os.makedirs(folder(), exist_ok=True)
+    for when, microbatches in (("last", 1), ("every", 2)):
+        trace = folder(when + ".json")
+        on_ranks(when, 2, "--allreduce", when, "--trace", trace)
+        for file in (trace, trace.replace(".json", ".rank1.json")):  # the same on both, whatever experts they chose
+            events = [e for e in json.loads(read(file))["traceEvents"] if e["ph"] == "X"]
+            buckets = [e for e in events if e["name"] == "allreduce" and e["tid"] == 2]
+            backward = [e for e in events if e["name"] == "backward"]
+            count = 4 * microbatches  # the head, two layers, the embedding
+            check(len(buckets) == 2 * count and len(backward) == 4, f"{when}: {len(buckets)} buckets, {len(backward)} backward passes")
+            for step in range(2):
+                first, last = buckets[step * count + count - 4], backward[2 * step + 1]
+                check(first["ts"] < last["ts"] + last["dur"], f"{when}: step {step + 1} has its first bucket after the backward pass")
+
+
+@test
 def averaging_after_every_microbatch_is_averaging_after_the_last():
     at_once(*(lambda w=w: on_ranks(w, 2, "--allreduce", w, "--allreduce-dtype", "fp32") for w in ("every", "last")))
     check_close("last", "every", 1e-5, "--allreduce every")
@@ -445,6 +462,15 @@ def the_profile_counts_launches_and_host_syncs():
     check(launches > 50 and waits * 2 <= 1, f"a step of two microbatches waits {2 * waits} times, once is enough; {launches} launches")
     loop_launches, loop_waits = profile("--experts", "loop")
     check(loop_waits >= 2 and loop_launches > launches, "--experts loop waits in each of two layers, and launches more")
+
+
+@emu_test
+def shared_memory_and_blocks_fit_every_architecture():  # P6
+    program = emulated("fast", "test_moe.cu")
+    for sm in ("80", "89", "120"):  # at most 163, 99 and 99 KiB a block
+        for claim in ("cpu[head_dim_128]", "cpu[gqa_8_to_1]", "hugging_face[tied]"):  # heads of 128, 16 and 64
+            r = run([program, claim], env={"EMU_SM": sm})
+            check(" 0 failed" in r.out and not r.out.startswith("0 passed") and "emu:" not in r.err, f"sm_{sm}: {r.out[-300:]}{r.err[-300:]}")
 
 
 # ----------------------------------------------------------------------------

@@ -52,6 +52,16 @@ def plain(mangled):
     return subprocess.run(["c++filt", "-p", mangled], capture_output=True, text=True).stdout.strip() or mangled
 
 
+def check_registers(found, source):
+    """P11: a block of any size that the kernel may be launched with finds registers: __launch_bounds__ sees to it, else 64 are enough."""
+    text = read(os.path.join(ROOT, source)).decode()
+    bounded = set(re.findall(r"__launch_bounds__\([^)]*\)+\s*(\w+)\(", text))
+    check(len(bounded) > 10, f"{source}: only {len(bounded)} kernels with __launch_bounds__")
+    many = [f"{plain(k)} on sm_{a}: {v['registers']}" for (a, k), v in found.items()
+            if v["registers"] > 64 and not any(b in k for b in bounded)]
+    check(not many, f"{source}: kernels without __launch_bounds__ that need more than 64 registers: " + "; ".join(many))
+
+
 def check_kernels(text, name):
     found = kernels_in(text)
     for arch in ARCHITECTURES:
@@ -66,6 +76,7 @@ def check_kernels(text, name):
 @test
 def train_moe_compiles_for_every_architecture_and_its_hot_kernels_do_not_spill():
     found = check_kernels(compile("train_moe.cu"), "train_moe.cu")
+    check_registers(found, "train_moe.cu")
     for arch in ARCHITECTURES:
         most = max((v["registers"], plain(k)) for (a, k), v in found.items() if a == arch)
         print(f"     sm_{arch}: {sum(a == arch for a, _ in found)} kernels, at most {most[0]} registers ({most[1].split('<')[0]})")
@@ -74,6 +85,12 @@ def train_moe_compiles_for_every_architecture_and_its_hot_kernels_do_not_spill()
 @test
 def train_moe_compiles_for_one_gpu_without_mpi_and_nccl():
     compile("train_moe.cu", "-DNO_MPI=1", "-DNO_NCCL=1", architectures=("90",))
+
+
+@test
+def an_architecture_that_nvcc_does_not_know_is_left_to_ptx():  # P7
+    text = run(["make", "--no-print-directory", "found-gpu", "GPU_ARCH=sm_90 sm_999"], code=None).out
+    check("does not know sm_999" in text and "sm_90 and PTX" in text, text)
 
 
 @test
