@@ -127,7 +127,10 @@ static std::vector<Case> cases(void) {
     all.push_back(c);
     c = plain, c.name = "an_expert_with_all_tokens", c.routed = CROWDED, c.B = 3, c.T = 48, c.aux = 0.01;
     all.push_back(c);
-    c.name = "an_expert_with_all_tokens_loop", c.experts = EXPERTS_LOOP;
+    c = plain, c.name = "logits_in_two_chunks", c.V = 9, c.C = 8, c.L = 1, c.NH = 1, c.NKV = 1, c.E = 2, c.K = 1, c.F = 8, c.B = 42,
+    c.T = 100, c.ignored = true; // 4200 rows, a chunk has 4096
+    all.push_back(c);
+    c = plain, c.name = "an_expert_with_all_tokens_loop", c.routed = CROWDED, c.B = 3, c.T = 48, c.aux = 0.01, c.experts = EXPERTS_LOOP;
     all.push_back(c);
     return all;
 }

@@ -3328,7 +3328,7 @@ void adamw_fused(bf16* params, float* master, const float* grads, float* m, floa
     launchCheck("adamw_fused_kernel2");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// ----------------------------------------------------------------------------
 // multi-GPU: one process a GPU, started by mpirun. Every rank holds the whole model and trains on its own sequences;
 // the gradients are averaged over the ranks, so that all make the same update and stay equal bit for bit.
 //
@@ -3451,7 +3451,6 @@ void multi_gpu_connect(MultiGpu* g, size_t largest_bucket, bool bf16_gradients) 
     ncclUniqueId id;
     if (g->rank == 0) { ncclCheck(ncclGetUniqueId(&id)); }
     multi_gpu_broadcast(g, &id, sizeof(id));
-    multi_gpu_barrier(g); // they may have loaded a checkpoint at different speeds
     watchdog_start(g->timeout, g->rank, "connecting the ranks (NCCL)");
     ncclCheck(ncclGetVersion(&g->nccl_version));
     ncclCheck(ncclCommInitRank(&g->comm, g->num_ranks, id, g->rank));
@@ -3627,7 +3626,7 @@ typedef struct {
 
 // Where the memory goes; --dry-run prints it and model_create allocates just this.
 typedef struct {
-    size_t weights, master, gradients, moments, activations, logits, backward, other;
+    size_t weights, master, gradients, moments, activations, logits, backward, sampling, other;
 } MemoryPlan;
 
 size_t model_other_bytes(const MoEConfig* c, const ParamTable* places, size_t B, size_t T, bool training) {
@@ -3658,7 +3657,8 @@ MemoryPlan memory_plan(Acts* acts, const MoEConfig* padded, const ParamTable* pl
 }
 
 size_t memory_plan_total(const MemoryPlan* p) {
-    return p->weights + p->master + p->gradients + p->moments + p->activations + p->logits + p->backward + p->other;
+    return p->weights + p->master + p->gradients + p->moments + p->activations + p->logits + p->backward + p->sampling +
+           p->other;
 }
 
 void rope_table(float* table, size_t T, int HD, double theta) {
@@ -4095,12 +4095,20 @@ void model_forward_backward(Model* model, const Microbatch* mb, MultiGpu* gpus) 
     gpu_clock_span_end(model->clock, model->stream);
 }
 
+size_t step_sums_count(const Model* model) {
+    return SUM_LOAD + (size_t)model->config.num_hidden_layers * (model->config.num_experts + 1);
+}
+
+void model_sums_begin(Model* model) {
+    // clears what forward passes add to
+    cudaCheck(cudaMemsetAsync(model->step_sums, 0, step_sums_count(model) * sizeof(double), model->stream));
+}
+
 void model_step_begin(Model* model) {
     // clears the gradients and the step's sums
     phase(model, PHASE_OPTIMIZER, -1);
     cudaCheck(cudaMemsetAsync(model->grads, 0, model->places.num_parameters * sizeof(float), model->stream));
-    size_t sums = SUM_LOAD + (size_t)model->config.num_hidden_layers * (model->config.num_experts + 1);
-    cudaCheck(cudaMemsetAsync(model->step_sums, 0, sums * sizeof(double), model->stream));
+    model_sums_begin(model);
 }
 
 void model_grad_norm(Model* model) {
@@ -4135,7 +4143,7 @@ void model_update(Model* model, int64_t step, double lr, const Options* opt) {
 }
 
 void model_evaluate(Model* model, const Microbatch* mb) {
-    // forward only; adds to step_sums, which the next step clears
+    // forward only; adds to step_sums
     model_forward(model, mb);
     model_loss(model, mb, false, NULL);
 }
@@ -4153,34 +4161,43 @@ typedef struct {
     float* logits;             // (vocab_size) of the last token fed, on the host
 } Decoder;
 
-void decoder_create(Decoder* d, Model* model) {
-    // the context is the model's T: a model is not asked for positions that it has not been trained on
-    const MoEConfig* c = &model->padded;
-    size_t L = c->num_hidden_layers, KV = (size_t)c->num_key_value_heads * c->head_dim;
-    Switches s = model->switches;
+size_t decoder_layout(Decoder* d, const MoEConfig* padded, Switches s) {
+    // what lies in d->memory (NULL: only to measure); returns its bytes
+    Arena mem = {d->memory, 0};
+    size_t KV = (size_t)padded->num_key_value_heads * padded->head_dim;
     s.attention = ATTENTION_FLASH; // no scores to keep
+    acts_layout(&d->acts, &mem, padded, &s, 1, 1);
+    logits_layout(&d->acts, &mem, padded, 1, 1);
+    d->token = take_int(&mem, 1);
+    for (int l = 0; l < padded->num_hidden_layers; l++) {
+        d->k_cache[l] = take_bf16(&mem, d->context * KV);
+        d->v_cache[l] = take_bf16(&mem, d->context * KV);
+    }
+    return mem.used;
+}
+
+size_t decoder_plan(Decoder* d, const MoEConfig* padded, Switches s, size_t context) {
+    // all but the memory on the device; returns how many bytes that takes
+    size_t L = padded->num_hidden_layers;
     memset(d, 0, sizeof(*d));
-    d->model = model;
-    d->context = model->T;
+    d->context = context;
     d->acts.layers = (LayerActs*)callocCheck(L, sizeof(LayerActs));
     d->k_cache = (bf16**)callocCheck(L, sizeof(bf16*));
     d->v_cache = (bf16**)callocCheck(L, sizeof(bf16*));
-    for (int pass = 0; pass < 2; pass++) { // first to measure, then to lay out
-        Arena mem = {d->memory, 0};
-        acts_layout(&d->acts, &mem, c, &s, 1, 1);
-        logits_layout(&d->acts, &mem, c, 1, 1);
-        d->token = take_int(&mem, 1);
-        for (size_t l = 0; l < L; l++) {
-            d->k_cache[l] = take_bf16(&mem, d->context * KV);
-            d->v_cache[l] = take_bf16(&mem, d->context * KV);
-        }
-        if (pass == 0) { d->memory = (char*)device_alloc(mem.used); }
-    }
-    d->logits = (float*)mallocCheck(c->vocab_size * sizeof(float));
+    d->logits = (float*)mallocCheck(padded->vocab_size * sizeof(float));
+    return decoder_layout(d, padded, s);
+}
+
+void decoder_create(Decoder* d, Model* model) {
+    // the context is the model's T: a model is not asked for positions that it has not been trained on
+    size_t bytes = decoder_plan(d, &model->padded, model->switches, model->T);
+    d->model = model;
+    d->memory = (char*)device_alloc(bytes);
+    decoder_layout(d, &model->padded, model->switches);
 }
 
 void decoder_free(Decoder* d) {
-    cudaCheck(cudaFree(d->memory));
+    if (d->memory) { cudaCheck(cudaFree(d->memory)); }
     free(d->acts.layers);
     free(d->k_cache);
     free(d->v_cache);
@@ -4542,10 +4559,6 @@ void trainer_microbatch(Trainer* t, Microbatch* mb) {
     phase(&t->model, PHASE_OTHER, -1);
 }
 
-size_t step_sums_count(const Model* model) {
-    return SUM_LOAD + (size_t)model->config.num_hidden_layers * (model->config.num_experts + 1);
-}
-
 void trainer_read_sums(Trainer* t) {
     // model.host_sums = step_sums, then the gradient norm; the one moment of a step when the host waits for the device
     Model* model = &t->model;
@@ -4616,20 +4629,17 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
     t->tokens += (uint64_t)opt->tokens_per_step;
 }
 
-double trainer_evaluate(Trainer* t, int64_t* batches) {
-    // mean cross-entropy over the first --val-steps batches of --val-data, or over all its whole batches; every rank
-    // takes its share
+double trainer_evaluate(Trainer* t) {
+    // mean cross-entropy over the first --val-steps batches of --val-data, or over all of it; the ranks take turns
     profiler_hold(&t->profiler, PHASE_EVAL);
     Model* model = &t->model;
     const Options* opt = &t->run.opt;
-    int64_t all = (int64_t)(dataloader_num_sequences(&t->run.val) / (uint64_t)(opt->batch_size * t->gpus.num_ranks));
-    bool some = opt->val_steps > 0 && opt->val_steps < all && !(opt->eval && !options_given(opt, "val-steps"));
-    int64_t count = some ? opt->val_steps : all;
-    double tokens = (double)opt->batch_size * opt->seq_len * t->gpus.num_ranks;
+    uint64_t B = opt->batch_size, sequences = run_val_sequences(&t->run);
+    double tokens = (double)sequences * (double)opt->seq_len;
     trainer_upload_wait(t);
-    cudaCheck(cudaMemsetAsync(model->step_sums, 0, step_sums_count(model) * sizeof(double), model->stream));
+    model_sums_begin(model);
     dataloader_seek(&t->run.val, 0);
-    for (int64_t i = 0; i < count; i++) {
+    for (uint64_t i = t->gpus.rank * B; i < sequences; i += t->gpus.num_ranks * B) {
         Microbatch mb;
         memset(&mb, 0, sizeof(mb));
         trainer_upload_wait(t);
@@ -4643,8 +4653,7 @@ double trainer_evaluate(Trainer* t, int64_t* batches) {
     trainer_read_sums(t);
     t->batch_on_its_way = false;
     profiler_release(&t->profiler);
-    *batches = count * t->gpus.num_ranks;
-    return model->host_sums[SUM_CE] / (tokens * (double)count);
+    return model->host_sums[SUM_CE] / tokens;
 }
 
 void trainer_sample(Trainer* t, uint64_t rng, int64_t count, bool one_document) {
@@ -4760,6 +4769,11 @@ MemoryPlan run_memory_plan(const Run* run, size_t B) {
     if (run->num_ranks > 1 && strcmp(run->opt.allreduce_dtype, "bf16") == 0) { // gradients on their way
         plan.other += largest_bucket(&places, padded.num_hidden_layers) * sizeof(bf16);
     }
+    if (run->opt.sample_every > 0) {
+        Decoder d;
+        plan.sampling = decoder_plan(&d, &padded, s, (size_t)run->opt.seq_len);
+        decoder_free(&d);
+    }
     free(acts.layers);
     param_table_free(&places);
     return plan;
@@ -4775,7 +4789,7 @@ void print_memory_plan(const Run* run, FILE* file) {
     MemoryPlan p = run_memory_plan(run, (size_t)run->opt.batch_size);
     const MemoryRow rows[] = {{"weights", p.weights},     {"master weights", p.master},   {"gradients", p.gradients},
                               {"AdamW moments", p.moments}, {"activations", p.activations}, {"logits", p.logits},
-                              {"backward buffers", p.backward}, {"other", p.other}, {NULL, 0}};
+                              {"backward buffers", p.backward}, {"sampling", p.sampling}, {"other", p.other}, {NULL, 0}};
     fprintf(file, "memory       B = %lld, T = %lld, one GPU, MiB\n", (long long)run->opt.batch_size,
             (long long)run->opt.seq_len);
     memory_rows_print(file, rows);
@@ -4853,9 +4867,8 @@ int dump(Trainer* t) {
 
 int evaluate(Trainer* t) {
     // --eval
-    int64_t batches;
-    double loss = trainer_evaluate(t, &batches);
-    run_print_evaluation(&t->run, loss, batches);
+    double loss = trainer_evaluate(t);
+    run_print_evaluation(&t->run, loss);
     return isfinite(loss) ? 0 : 1;
 }
 
@@ -4867,6 +4880,7 @@ int evaluate_choices(Trainer* t) {
     size_t N = model->B * model->T;
     int* batch = (int*)callocCheck(4 * N, sizeof(int)); // a forward pass needs no order of tokens
     float* losses = (float*)mallocCheck(N * sizeof(float));
+    model_sums_begin(model); // nobody reads them
     for (size_t i = t->gpus.rank; i < choices_num_batches(choices, model->B); i += t->gpus.num_ranks) {
         Microbatch mb;
         memset(&mb, 0, sizeof(mb));
@@ -4942,9 +4956,8 @@ int train(Trainer* t) {
         bool done = t->step == opt->steps;
         if (opt->out && (done || stop || (opt->save_every > 0 && t->step % opt->save_every == 0))) { trainer_save(t); }
         metrics.val_loss = NAN;
-        int64_t batches;
         if (t->run.has_val && (done || (opt->val_every > 0 && t->step % opt->val_every == 0))) {
-            metrics.val_loss = trainer_evaluate(t, &batches);
+            metrics.val_loss = trainer_evaluate(t);
         }
         if (opt->sample_every > 0 && (done || t->step % opt->sample_every == 0)) { trainer_show_sample(t); }
         profiler_step_end(&t->profiler);

@@ -1352,7 +1352,7 @@ typedef struct {
 
 // Where the memory goes; --dry-run prints it and model_create allocates just this.
 typedef struct {
-    size_t weights, gradients, moments, activations, backward, logits, bf16, other;
+    size_t weights, gradients, moments, activations, backward, logits, bf16, sampling, other;
 } MemoryPlan;
 
 size_t embedding_numbers(const MoEConfig* c, const ParamTable* table) {
@@ -1382,7 +1382,8 @@ MemoryPlan memory_plan(Acts* acts, const MoEConfig* c, const ParamTable* table, 
 }
 
 size_t memory_plan_total(const MemoryPlan* p) {
-    return p->weights + p->gradients + p->moments + p->activations + p->backward + p->logits + p->bf16 + p->other;
+    return p->weights + p->gradients + p->moments + p->activations + p->backward + p->logits + p->bf16 + p->sampling +
+           p->other;
 }
 
 void model_create(Model* model, const MoEConfig* config, Switches switches, size_t B, size_t T, bool training) {
@@ -1767,39 +1768,50 @@ Losses model_evaluate(Model* model, const Microbatch* mb) {
 typedef struct {
     Model* model;
     Acts acts;                 // of one token
+    char* memory;
     real **k_cache, **v_cache; // (L) of (NKV, context, HD)
     size_t context, position;  // how many positions there are, how many are filled
     float* logits;             // (V) of the last token fed
 } Decoder;
 
-void decoder_create(Decoder* d, Model* model) {
-    // the context is the model's T: a model is not asked for positions that it has not been trained on
-    const MoEConfig* c = &model->config;
-    size_t L = c->num_hidden_layers, V = c->vocab_size;
+size_t decoder_layout(Decoder* d, const MoEConfig* c) {
+    // what lies in d->memory (NULL: only to measure); returns its bytes
+    Arena mem = {d->memory, 0};
+    size_t cache = c->num_key_value_heads * d->context * c->head_dim;
+    acts_layout(&d->acts, &mem, c, 1, 1, ATTENTION_NAIVE);
+    logits_layout(&d->acts, &mem, c, 1, 1);
+    d->acts.attn_scores = take(&mem, d->context);
+    for (int l = 0; l < c->num_hidden_layers; l++) {
+        d->k_cache[l] = take(&mem, cache);
+        d->v_cache[l] = take(&mem, cache);
+    }
+    return mem.used;
+}
+
+size_t decoder_plan(Decoder* d, const MoEConfig* c, size_t context) {
+    // all but d->memory; returns how many bytes that takes
+    size_t L = c->num_hidden_layers;
     memset(d, 0, sizeof(*d));
-    d->model = model;
-    d->context = model->T;
+    d->context = context;
     d->acts.layers = (LayerActs*)callocCheck(L, sizeof(LayerActs));
     d->k_cache = (real**)callocCheck(L, sizeof(real*));
     d->v_cache = (real**)callocCheck(L, sizeof(real*));
-    for (int pass = 0; pass < 2; pass++) { // first to measure, then to lay out
-        Arena mem = {pass == 0 ? NULL : (char*)d->acts.layers[0].residual_attn, 0};
-        acts_layout(&d->acts, &mem, c, 1, 1, ATTENTION_NAIVE);
-        logits_layout(&d->acts, &mem, c, 1, 1);
-        d->acts.attn_scores = take(&mem, d->context);
-        for (size_t l = 0; l < L; l++) {
-            d->k_cache[l] = take(&mem, c->num_key_value_heads * d->context * c->head_dim);
-            d->v_cache[l] = take(&mem, c->num_key_value_heads * d->context * c->head_dim);
-        }
-        if (pass == 0) { d->acts.layers[0].residual_attn = (real*)arena_alloc(mem.used); }
-        else if (model->switches.bf16) { bf16_copy_add((real*)mem.base, mem.used / sizeof(real), false); }
-    }
-    d->logits = (float*)mallocCheck(V * sizeof(float));
+    d->logits = (float*)mallocCheck(c->vocab_size * sizeof(float));
+    return decoder_layout(d, c);
+}
+
+void decoder_create(Decoder* d, Model* model) {
+    // the context is the model's T: a model is not asked for positions that it has not been trained on
+    size_t bytes = decoder_plan(d, &model->config, model->T);
+    d->model = model;
+    d->memory = (char*)arena_alloc(bytes);
+    decoder_layout(d, &model->config);
+    if (model->switches.bf16) { bf16_copy_add((real*)d->memory, bytes / sizeof(real), false); }
 }
 
 void decoder_free(Decoder* d) {
-    bf16_copy_remove(d->acts.layers[0].residual_attn);
-    free(d->acts.layers[0].residual_attn);
+    if (d->memory) { bf16_copy_remove((real*)d->memory); }
+    free(d->memory);
     free(d->acts.layers);
     free(d->k_cache);
     free(d->v_cache);
@@ -2048,29 +2060,25 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
     metrics->lr = lr;
 }
 
-double trainer_evaluate(Trainer* t, int64_t* batches) {
-    // mean cross-entropy over the first --val-steps batches of --val-data, or over all its whole batches
+double trainer_evaluate(Trainer* t) {
+    // mean cross-entropy over the first --val-steps batches of --val-data, or over all of it
     profiler_hold(&t->profiler, PHASE_EVAL);
-    int64_t all = (int64_t)(dataloader_num_sequences(&t->run.val) / (uint64_t)t->run.opt.batch_size);
-    int64_t count = t->run.opt.val_steps > 0 && t->run.opt.val_steps < all &&
-                            !(t->run.opt.eval && !options_given(&t->run.opt, "val-steps"))
-                        ? t->run.opt.val_steps
-                        : all;
+    uint64_t sequences = run_val_sequences(&t->run);
+    double tokens = (double)sequences * (double)t->run.opt.seq_len;
     dataloader_seek(&t->run.val, 0);
     double sum = 0;
-    for (int64_t i = 0; i < count; i++) {
+    for (uint64_t i = 0; i < sequences; i += (uint64_t)t->run.opt.batch_size) {
         const Batch* batch = dataloader_next(&t->run.val);
         Microbatch mb = {batch->tokens,
                          batch->targets,
                          t->run.opt.doc_mask ? batch->doc_start : NULL,
                          NULL,
-                         (double)t->run.opt.batch_size * t->run.opt.seq_len,
+                         tokens,
                          1};
         sum += model_evaluate(&t->model, &mb).ce_loss;
     }
     profiler_release(&t->profiler);
-    *batches = count;
-    return sum / (double)count;
+    return sum;
 }
 
 void trainer_sample(Trainer* t, uint64_t rng, int64_t count, bool one_document) {
@@ -2131,6 +2139,11 @@ MemoryPlan run_memory_plan(const Run* run, size_t B) {
     acts.layers = (LayerActs*)callocCheck(run->config.num_hidden_layers, sizeof(LayerActs));
     MemoryPlan plan = memory_plan(&acts, &run->config, &run->table, &s, B, (size_t)run->opt.seq_len, true);
     free(acts.layers);
+    if (run->opt.sample_every > 0) {
+        Decoder d;
+        plan.sampling = decoder_plan(&d, &run->config, (size_t)run->opt.seq_len) * (s.bf16 ? 3 : 2) / 2;
+        decoder_free(&d);
+    }
     return plan;
 }
 
@@ -2159,8 +2172,8 @@ void dry_run(const Run* run) {
     const MemoryRow rows[] = {{"weights", p.weights},         {"gradients", p.gradients},
                               {"AdamW moments", p.moments},   {"activations", p.activations},
                               {"logits", p.logits},           {"backward buffers", p.backward},
-                              {"copies in bf16", p.bf16},     {"other", p.other},
-                              {NULL, 0}};
+                              {"copies in bf16", p.bf16},     {"sampling", p.sampling},
+                              {"other", p.other},             {NULL, 0}};
     dry_run_counts(run);
     printf("memory       B = %lld, T = %lld, %d threads, MiB\n", (long long)opt->batch_size, (long long)opt->seq_len,
            num_threads());
@@ -2209,9 +2222,8 @@ int dump(Trainer* t) {
 
 int evaluate(Trainer* t) {
     // --eval
-    int64_t batches;
-    double loss = trainer_evaluate(t, &batches);
-    run_print_evaluation(&t->run, loss, batches);
+    double loss = trainer_evaluate(t);
+    run_print_evaluation(&t->run, loss);
     return isfinite(loss) ? 0 : 1;
 }
 
@@ -2260,9 +2272,8 @@ int train(Trainer* t) {
         bool done = t->step == opt->steps;
         if (opt->out && (done || stop || (opt->save_every > 0 && t->step % opt->save_every == 0))) { trainer_save(t); }
         metrics.val_loss = NAN;
-        int64_t batches;
         if (t->run.has_val && (done || (opt->val_every > 0 && t->step % opt->val_every == 0))) {
-            metrics.val_loss = trainer_evaluate(t, &batches);
+            metrics.val_loss = trainer_evaluate(t);
             profiler_hold(&t->profiler, PHASE_EVAL);
             double peak = measure_gemm_peak(t->model.switches.bf16); // the first measurement may have met a busy machine
             profiler_release(&t->profiler);

@@ -31,7 +31,9 @@ static inline bool checkpoint_read_state_file(TrainerState* state, const char* d
     if (ok && !cJSON_IsBool(master)) {
         ok = fail_with(err, err_size, "%s: \"has_master\" must be true or false", path);
     }
-    if (ok && step > (uint64_t)INT64_MAX) { ok = fail_with(err, err_size, "%s: \"step\" is too large", path); }
+    const uint64_t limit = 9000000000000000; // as everywhere: what a double holds exactly
+    if (ok && step > limit) { ok = fail_with(err, err_size, "%s: \"step\" is too large", path); }
+    if (ok && state->tokens > limit) { ok = fail_with(err, err_size, "%s: \"tokens\" is too large", path); }
     if (ok) {
         state->step = (int64_t)step;
         state->has_master = cJSON_IsTrue(master);

@@ -64,7 +64,9 @@ typedef struct {
     bool help;
 
     int program;                            // PROGRAM_CPU or PROGRAM_GPU
-    bool given[OPTIONS_MAX];                // row i of option_table was on the command line (or inherited)
+    bool given[OPTIONS_MAX];                // row i of option_table was on the command line, or is inherited
+    bool inherited[OPTIONS_MAX];            // it comes from the checkpoint that is resumed
+    int64_t done_steps, done_tokens;        // what the run that is resumed had done by then
 } Options;
 
 // ----------------------------------------------------------------------------
@@ -271,7 +273,7 @@ static inline int option_find(const char* name) { // row of a name without dashe
     return -1;
 }
 
-// Was the option on the command line? Asking for one that does not exist is an error of the program.
+// Was the option on the command line, or in the one of the run that is resumed? Asking for one that does not exist is an error of the program.
 static inline bool options_given(const Options* opt, const char* name) {
     int i = option_find(name);
     if (i < 0) { fatal("program error: options_given(\"%s\"): no such option in option_table (llmc/cli.h)", name); }
@@ -611,7 +613,7 @@ static inline void options_check(const Options* opt) {
     options_check_exclusive(opt);
     for (size_t i = 0; i < sizeof(option_needs) / sizeof(option_needs[0]); i++) {
         const char *name = option_needs[i].name, *one = option_needs[i].needs[0], *other = option_needs[i].needs[1];
-        if (!options_given(opt, name) || options_given(opt, one)) { continue; }
+        if (!options_given(opt, name) || opt->inherited[option_find(name)] || options_given(opt, one)) { continue; }
         if (other != NULL && options_given(opt, other)) { continue; }
         fatal("--%s does nothing without --%s%s%s", name, one, other ? " or --" : "", other ? other : "");
     }
@@ -619,8 +621,8 @@ static inline void options_check(const Options* opt) {
         fatal("which model? Give --model NAME, --init DIR, --config FILE or --resume (%s --help explains)",
               program_title(opt->program));
     }
-    bool trains = !opt->generate && !opt->eval && !opt->eval_choices && !opt->dry_run;
-    if (trains && opt->train_data == NULL && opt->batch == NULL) {
+    bool needs_data = !opt->generate && !opt->eval && !opt->eval_choices && !opt->dry_run;
+    if (needs_data && opt->train_data == NULL && opt->batch == NULL) {
         fatal("which data? Give --train-data 'GLOB' or --batch FILE (%s --help explains)", program_title(opt->program));
     }
 }
@@ -669,7 +671,10 @@ static inline int64_t options_product(const char* what, int64_t a, int64_t b) {
 static inline void options_resolve_accumulation(Options* opt, int64_t num_ranks) {
     int64_t micro = options_product("batch-size x seq-len", opt->batch_size, opt->seq_len);
     micro = options_product("batch-size x seq-len x ranks", micro, num_ranks);
-    if (!options_given(opt, "tokens-per-step")) {
+    int row = option_find("tokens-per-step");
+    bool of_before = opt->inherited[row]; // the run that is resumed keeps its step, unless told otherwise
+    bool trains = !opt->generate && !opt->eval && !opt->eval_choices && !opt->dump;
+    if (!opt->given[row] || (of_before && !trains)) {
         if (opt->grad_accum < 0) { opt->grad_accum = 1; }
         opt->tokens_per_step = options_product("batch-size x seq-len x ranks x grad-accum", micro, opt->grad_accum);
         return;
@@ -681,26 +686,30 @@ static inline void options_resolve_accumulation(Options* opt, int64_t num_ranks)
     if (below == 0) { snprintf(nearest, sizeof(nearest), "%lld", (long long)micro); }
     else { snprintf(nearest, sizeof(nearest), "%lld and %lld", (long long)below, (long long)(below + micro)); }
     if (below != wanted) {
-        fatal("--tokens-per-step %lld is not a multiple of %s: nearest %s %s%s", (long long)wanted, factors,
-              below == 0 ? "is" : "are", nearest, below == 0 ? ", or lower --batch-size" : "");
+        fatal("--tokens-per-step %lld%s is not a multiple of %s: nearest %s %s%s", (long long)wanted,
+              of_before ? ", as before --resume," : "", factors, below == 0 ? "is" : "are", nearest,
+              below == 0 ? ", or lower --batch-size" : "");
     }
     opt->grad_accum = wanted / micro;
 }
 
 // Fills what depends on other options and on the number of ranks: grad_accum and tokens_per_step, steps and tokens,
-// warmup_steps, min_lr. After it none of them is -1. Fatal on contradictions.
+// warmup_steps, min_lr. After it none of them is -1. Steps and tokens count from the beginning of a run that is resumed,
+// of whatever size its steps have been. Fatal on contradictions.
 static inline void options_resolve(Options* opt, int num_ranks) {
     options_check(opt);
     options_resolve_accumulation(opt, num_ranks);
     if (options_given(opt, "tokens")) {
-        opt->steps = opt->tokens / opt->tokens_per_step + (opt->tokens % opt->tokens_per_step != 0);
+        int64_t left = opt->tokens > opt->done_tokens ? opt->tokens - opt->done_tokens : 0;
+        opt->steps = opt->done_steps + left / opt->tokens_per_step + (left % opt->tokens_per_step != 0);
     } else if (opt->steps < 0) {
         opt->steps = 1000;
     }
     if ((double)opt->steps * (double)opt->tokens_per_step > 9e18) {
         fatal("--steps %lld are beyond 9e18 tokens", (long long)opt->steps);
     }
-    opt->tokens = opt->steps * opt->tokens_per_step;
+    int64_t left = opt->steps > opt->done_steps ? opt->steps - opt->done_steps : 0;
+    opt->tokens = opt->done_tokens + left * opt->tokens_per_step;
     if (opt->warmup_steps < 0) { opt->warmup_steps = opt->steps / 50; }
     if (opt->min_lr < 0) { opt->min_lr = opt->lr / 10; }
     if (opt->min_lr > opt->lr) { fatal("--min-lr %g is above --lr %g", opt->min_lr, opt->lr); }
@@ -791,6 +800,19 @@ static inline bool option_displaced(const bool* on_command_line, const OptionRow
     return false;
 }
 
+// A resumed run makes steps of as many tokens as before, with whatever B and number of ranks it has now: a tuned learning
+// rate belongs to them. --grad-accum or --tokens-per-step on the command line say otherwise; --batch has its own size.
+static inline void options_inherit_step(Options* opt, const cJSON* json) {
+    int accum = option_find("grad-accum"), tokens = option_find("tokens-per-step");
+    const cJSON* before = cJSON_GetObjectItemCaseSensitive(json, "tokens-per-step");
+    bool told = (opt->given[accum] && !opt->inherited[accum]) || (opt->given[tokens] && !opt->inherited[tokens]);
+    if (told || opt->batch != NULL || !cJSON_IsNumber(before) || !(before->valuedouble >= 1 && before->valuedouble < 9e15)) { return; }
+    opt->tokens_per_step = (int64_t)before->valuedouble;
+    opt->given[tokens] = opt->inherited[tokens] = true;
+    opt->given[accum] = opt->inherited[accum] = false;
+    opt->grad_accum = -1;
+}
+
 // For --resume: takes from a checkpoint's options (options_json; NULL is fine) what was given there and is not given
 // now, so that `--resume --out DIR` goes on with the same data, length and learning rates. Options of the other program
 // and options this version does not know are left alone. json may be freed afterwards: the strings are copied.
@@ -820,8 +842,9 @@ static inline void options_inherit(Options* opt, const cJSON* json) {
         free(strings[i]); // where the name stands there twice
         strings[i] = strdupCheck(text);
         option_store(opt, row, strings[i]);
-        opt->given[i] = true;
+        opt->given[i] = opt->inherited[i] = true;
     }
+    options_inherit_step(opt, json);
 }
 
 #endif // LLMC_CLI_H

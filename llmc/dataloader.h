@@ -30,6 +30,7 @@ typedef struct {
     int rank, num_ranks;
     uint64_t seed;
     bool shuffle;               // false (validation): sequences in file order
+    bool one_pass;              // validation: once through all sequences; rows after the last have no targets (-100)
     bool prefetch;              // a thread prepares the next batch while the caller computes; same batches
     int vocab_size;             // of the model: a larger token id is an error; 0: unknown
     int eot_id;                 // used where the shards name none; -1: unknown, then every row counts as one document
@@ -40,7 +41,7 @@ typedef struct {
 
 typedef struct {
     const int* tokens;      // (B,T)
-    const int* targets;     // (B,T) the token that follows each
+    const int* targets;     // (B,T) the token that follows each; -100: none that counts (one_pass)
     const int* doc_start;   // (B,T) where t's document begins in its row: at the last EOT up to t, else 0
     const int* token_order; // (B*T) sort_tokens of tokens; NULL unless the options ask for it
     const int* all;         // (4,B*T) tokens, targets, doc_start, token_order: one piece, so one copy to a GPU
@@ -334,7 +335,7 @@ static inline void text_open(DataLoader* l, const glob_t* files) {
 }
 
 // ----------------------------------------------------------------------------
-// the order of sequences. Position p counts sequences over all ranks since the start of training: epoch p /
+// the order of sequences when training. Position p counts sequences over all ranks since the start of training: epoch p /
 // num_sequences, place p % num_sequences. A microbatch takes B * num_ranks places, rank r the r-th B of them. Where
 // fewer are left in an epoch, they are skipped. So neither the order nor a saved position depends on the number of
 // ranks or on B.
@@ -361,7 +362,7 @@ static inline uint64_t dataloader_sequence_at(const DataLoader* l, uint64_t posi
 
 // Fatal if one microbatch needs more sequences than there are; says what would fit.
 static inline void dataloader_check_size(const DataLoader* l) {
-    uint64_t rows = mul_check(l->opt.B, (size_t)l->opt.num_ranks);
+    uint64_t rows = l->opt.one_pass ? 1 : mul_check(l->opt.B, (size_t)l->opt.num_ranks);
     if (l->num_sequences >= rows) { return; }
     uint64_t low = 0, high = l->opt.T; // largest T that fits: enough at low, too few at high
     while (high - low > 1) {
@@ -375,9 +376,12 @@ static inline void dataloader_check_size(const DataLoader* l) {
     if (largest_B > 0 && largest_T > 0) {
         snprintf(advice, sizeof(advice), "at most --batch-size %llu or --seq-len %llu fits", largest_B, largest_T);
     }
-    fatal("%s: %llu tokens in %zu file%s are %llu sequences of %zu, but a batch of %zu on %d rank%s needs %llu "
-          "(%llu tokens): %s", l->opt.pattern, tokens, l->num_shards, l->num_shards == 1 ? "" : "s", sequences,
-          l->opt.T, l->opt.B, l->opt.num_ranks, l->opt.num_ranks == 1 ? "" : "s", need, need * l->opt.T + 1, advice);
+    char who[80] = "validation";
+    if (!l->opt.one_pass) {
+        snprintf(who, sizeof(who), "a batch of %zu on %d rank%s", l->opt.B, l->opt.num_ranks, l->opt.num_ranks == 1 ? "" : "s");
+    }
+    fatal("%s: %llu tokens in %zu file%s are %llu sequences of %zu, but %s needs %llu (%llu tokens): %s", l->opt.pattern,
+          tokens, l->num_shards, l->num_shards == 1 ? "" : "s", sequences, l->opt.T, who, need, need * l->opt.T + 1, advice);
 }
 
 // ----------------------------------------------------------------------------
@@ -470,12 +474,15 @@ static inline double dataloader_clock_ms(void) {
 static inline bool dataloader_fill(DataLoader* l, BatchBuffer* buf, uint64_t position) {
     size_t B = l->opt.B, T = l->opt.T;
     buf->fill_ms[0] = dataloader_clock_ms();
-    position = dataloader_align(l, position);
+    if (!l->opt.one_pass) { position = dataloader_align(l, position); }
     for (size_t b = 0; b < B; b++) {
-        uint64_t sequence = dataloader_sequence_at(l, position + (uint64_t)l->opt.rank * B + b);
+        uint64_t at = position + (uint64_t)l->opt.rank * B + b;
+        bool beyond = l->opt.one_pass && at >= l->num_sequences;
+        uint64_t sequence = dataloader_sequence_at(l, beyond ? 0 : at);
         size_t row = b * T;
         bool ok = dataloader_fill_row(l, sequence, buf->tokens + row, buf->targets + row, buf->doc_start + row);
         if (!ok) { return false; }
+        for (size_t t = 0; t < T && beyond; t++) { buf->targets[row + t] = -100; }
     }
     if (l->opt.sort_tokens) {
         sort_tokens(buf->token_order, buf->tokens, B * T, l->opt.vocab_size, l->sort_scratch);

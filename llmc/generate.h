@@ -28,6 +28,10 @@ static inline void generate_text(DecodeToken decode, void* decoder, size_t conte
                 if (prompt->tokens[position] != prompt->eot) { text_out_token(out, prompt->tokens[position]); }
             }
         }
+        if (isnan(logits[argmax_token(logits, vocab)])) {
+            text_out_end(out);
+            fatal("the model's logits are not numbers: its weights have grown too large, or are no language model's");
+        }
         int token = sample_token(logits, vocab, (float)opt->temperature, (int)opt->top_k, (float)opt->top_p, &rng, scratch);
         fresh = token == prompt->eot || position == context;
         if (token != prompt->eot) { text_out_token(out, token); }

@@ -33,16 +33,18 @@ typedef struct {
 #endif
 } MultiGpu;
 
-// How many processes a launcher says that it started, in the variables of Open MPI, MPICH and Intel MPI, MVAPICH, and
-// Slurm's srun. 0: nobody says anything.
-static inline int launcher_ranks(void) {
-    const char* names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"};
+// What a launcher says of the processes that it started, in the variables of Open MPI, MPICH and Intel MPI, MVAPICH, and
+// Slurm's srun: how many there are, and which of them this is. 0: nobody says anything.
+static const char* const launcher_size_names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"};
+static const char* const launcher_rank_names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID"};
+static inline int launcher_number(const char* const names[4]) {
     for (int i = 0; i < 4; i++) {
         const char* value = getenv(names[i]);
         if (value != NULL && atoi(value) > 0) { return atoi(value); }
     }
     return 0;
 }
+static inline int launcher_ranks(void) { return launcher_number(launcher_size_names); }
 
 #ifdef ONE_RANK_ONLY
 
@@ -51,6 +53,7 @@ static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
     memset(g, 0, sizeof(*g));
     g->num_ranks = g->local_ranks = 1;
     if (launcher_ranks() > 1) {
+        if (launcher_number(launcher_rank_names) > 0) { sleep(2); } // each is alone, and the first one says it
         fatal("started as %d processes, but this program was built without MPI or NCCL (NO_MPI=1, NO_NCCL=1) and knows "
               "one GPU: build it anew with both, or start it without mpirun", launcher_ranks());
     }
@@ -78,8 +81,25 @@ static inline void multi_gpu_close(MultiGpu* g) { (void)g; }
 
 static MultiGpu* multi_gpu_at_exit; // whose MPI has to be finished, NULL: none
 
-// All ranks tell each other a number, and get the largest. Nobody goes on before all are here; who is not after
-// `seconds` is named. Waits without using a core: rank 0 may write a checkpoint for minutes.
+// Waits for a message of `rank`, without using a core. Who is not here after the time-out is named, who is not after
+// `seconds` ends the run: rank 0 may read data or write a checkpoint for minutes.
+static inline void multi_gpu_receive(MultiGpu* g, MPI_Request* request, int rank, double seconds) {
+    double begin = profiler_clock_us();
+    bool said = false;
+    for (int done = 0;; usleep(100)) {
+        mpiCheck(MPI_Test(request, &done, MPI_STATUS_IGNORE));
+        if (done) { return; }
+        double waited = (profiler_clock_us() - begin) / 1e6;
+        if (waited >= seconds) { fatal("rank %d has not come for %.3g s (MOE_NCCL_TIMEOUT): has it been stopped?", rank, seconds); }
+        if (waited >= g->timeout && !said) {
+            fprintf(stderr, "%s: waiting for rank %d for %.3g s: is it busy with files, or has it been stopped?\n",
+                    program_name, rank, g->timeout);
+            said = true;
+        }
+    }
+}
+
+// All ranks tell each other a number, and get the largest. Nobody goes on before all are here.
 static inline int multi_gpu_meet(MultiGpu* g, int mine, double seconds) {
     size_t R = (size_t)g->num_ranks;
     MPI_Request* requests = (MPI_Request*)mallocCheck(2 * R * sizeof(MPI_Request));
@@ -88,18 +108,12 @@ static inline int multi_gpu_meet(MultiGpu* g, int mine, double seconds) {
         mpiCheck(MPI_Irecv(&theirs[r], 1, MPI_INT, r, 0, MPI_COMM_WORLD, &requests[r]));
         mpiCheck(MPI_Isend(&mine, 1, MPI_INT, r, 0, MPI_COMM_WORLD, &requests[R + (size_t)r]));
     }
-    double begin = profiler_clock_us();
-    for (int done = 0; !done; usleep(100)) {
-        mpiCheck(MPI_Testall(2 * g->num_ranks, requests, &done, MPI_STATUSES_IGNORE));
-        if (done || profiler_clock_us() - begin < 1e6 * seconds) { continue; }
-        for (int r = 0; r < g->num_ranks; r++) {
-            mpiCheck(MPI_Test(&requests[r], &done, MPI_STATUS_IGNORE));
-            if (done) { continue; }
-            fatal("rank %d has not come for %.0f s (MOE_NCCL_TIMEOUT): has it been stopped?", r, seconds);
-        }
-    }
     int largest = mine;
-    for (size_t r = 0; r < R; r++) { largest = theirs[r] > largest ? theirs[r] : largest; }
+    for (int r = 0; r < g->num_ranks; r++) {
+        multi_gpu_receive(g, &requests[r], r, seconds);
+        largest = theirs[r] > largest ? theirs[r] : largest;
+    }
+    for (int r = 0; r < g->num_ranks; r++) { multi_gpu_receive(g, &requests[R + (size_t)r], r, seconds); }
     free(theirs);
     free(requests);
     return largest;
@@ -118,7 +132,7 @@ static inline void multi_gpu_broadcast(MultiGpu* g, void* data, size_t bytes) {
     if (g->num_ranks == 1) { return; }
     MPI_Request request;
     mpiCheck(MPI_Ibcast(data, (int)bytes, MPI_BYTE, 0, MPI_COMM_WORLD, &request));
-    for (int done = 0; !done; usleep(100)) { mpiCheck(MPI_Test(&request, &done, MPI_STATUS_IGNORE)); }
+    multi_gpu_receive(g, &request, 0, 60 * g->timeout);
 }
 
 // before a fatal() that all ranks come to alike: one message is enough, and rank 0's ends them all
@@ -172,7 +186,8 @@ static inline void multi_gpu_rest(MultiGpu* g) {
     int go_on = 1;
     if (g->first) { multi_gpu_broadcast(g, &go_on, sizeof(go_on)); }
     g->first = false;
-    if (g->num_ranks > 1) { multi_gpu_check_devices(g); } // here all ranks are together
+    multi_gpu_barrier(g); // MPI's own collectives would wait for a stopped rank without a word
+    if (g->num_ranks > 1) { multi_gpu_check_devices(g); }
 }
 
 static inline void finish_at_exit(void) {
@@ -247,7 +262,7 @@ static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
         bool waits = cudaStreamQuery(g->stream) == cudaErrorNotReady && cudaEventQuery(g->ready) == cudaSuccess;
         if (!waits || since == 0) { since = waits ? now : 0; }
         if (waits && now - since > 1e6 * g->timeout) {
-                fatal("other ranks have not come to an all-reduce within %.0f s (MOE_NCCL_TIMEOUT): has one been stopped, "
+            fatal("other ranks have not come to an all-reduce within %.0f s (MOE_NCCL_TIMEOUT): has one been stopped, "
                   "or a GPU been lost? Try: %s", g->timeout, nccl_advice());
         }
         cudaGetLastError(); // "not ready" is no error, but is kept as the last one

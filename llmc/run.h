@@ -46,6 +46,8 @@ static inline void run_find_checkpoint(Run* run) {
     free(state);
     if (run->resume == NULL) { fatal("--resume: there is no complete checkpoint in %s", where); }
     checkpoint_state_read(run->resume, &run->state);
+    opt->done_steps = run->state.step;
+    opt->done_tokens = (int64_t)run->state.tokens;
     options_inherit(opt, run->state.options);
     if (!options_given(opt, "seed")) { opt->seed = (int64_t)run->state.seed; }
 }
@@ -73,8 +75,13 @@ static inline void run_read_config(Run* run, int num_ranks) {
         opt->seq_len = (int64_t)T;
     }
     options_resolve(opt, num_ranks);
-    if (run->resume != NULL && !opt->generate && !opt->eval && !opt->eval_choices && !opt->dump && !opt->dry_run &&
-        run->state.step >= opt->steps) {
+    if (run->resume == NULL || opt->generate || opt->eval || opt->eval_choices || opt->dump) { return; }
+    const cJSON* before = cJSON_GetObjectItemCaseSensitive(run->state.options, "tokens-per-step");
+    if (cJSON_IsNumber(before) && before->valuedouble != (double)opt->tokens_per_step) {
+        printf("resume      a step is %lld tokens from now on, it was %.0f until now\n", (long long)opt->tokens_per_step,
+               before->valuedouble);
+    }
+    if (!opt->dry_run && run->state.step >= opt->steps) {
         fatal("%s has done %lld steps already, and --steps is %lld: raise it to go on", run->resume,
               (long long)run->state.step, (long long)opt->steps);
     }
@@ -135,6 +142,7 @@ static inline void run_open_data(Run* run, DataLoader* loader, const char* optio
     o.num_ranks = num_ranks;
     o.seed = (uint64_t)run->opt.seed;
     o.shuffle = loader == &run->train;
+    o.one_pass = loader == &run->val;
     o.prefetch = strcmp(run->opt.loader, "prefetch") == 0;
     o.vocab_size = run->config.vocab_size;
     o.eot_id = run->eot;
@@ -231,15 +239,24 @@ static inline void run_saved(Run* run, int64_t step) {
     run->tokenizer_path = str_format("%s/step_%08lld/tokenizer.json", run->opt.out, (long long)step);
 }
 
-// What --eval says of a mean loss over so many batches of B sequences.
-static inline void run_print_evaluation(Run* run, double loss, int64_t batches) {
+// How many sequences of --val-data a validation takes, from the first on, whatever B and the number of ranks are: the
+// --val-steps batches of B, or all (--val-steps 0; --eval, if not told otherwise).
+static inline uint64_t run_val_sequences(const Run* run) {
     const Options* opt = &run->opt;
-    double bits = bits_per_byte(&run->val, run->has_tokenizer ? &run->tokenizer : NULL, loss,
-                                (uint64_t)(batches * opt->batch_size));
+    uint64_t all = dataloader_num_sequences(&run->val), steps = (uint64_t)opt->val_steps, B = (uint64_t)opt->batch_size;
+    bool takes_all = steps == 0 || (opt->eval && !options_given(opt, "val-steps"));
+    return takes_all || steps > all / B ? all : steps * B;
+}
+
+// What --eval says of a mean loss.
+static inline void run_print_evaluation(Run* run, double loss) {
+    const Options* opt = &run->opt;
+    uint64_t sequences = run_val_sequences(run);
+    double bits = bits_per_byte(&run->val, run->has_tokenizer ? &run->tokenizer : NULL, loss, sequences);
     char per_byte[60] = "";
     if (isfinite(bits)) { snprintf(per_byte, sizeof(per_byte), ", %.4f bits per byte", bits); }
-    printf("validation loss %.6f (perplexity %.4f%s) over %lld batches of %lld x %lld tokens\n", loss, exp(loss), per_byte,
-           (long long)batches, (long long)opt->batch_size, (long long)opt->seq_len);
+    printf("validation loss %.6f (perplexity %.4f%s) over %llu sequences of %lld tokens\n", loss, exp(loss), per_byte,
+           (unsigned long long)sequences, (long long)opt->seq_len);
 }
 
 static inline void run_close(Run* run) {

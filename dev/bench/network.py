@@ -41,10 +41,9 @@ def buckets(s, lm_head_share=0.0):
     """What a microbatch whose gradients are averaged sends, in order: lm_head and the last norm, the layers from the last to the
     first, the embedding. lm_head_share: lm_head's part of the backward pass; the layers share the rest evenly."""
     table = padded(s.V) * s.C # train_moe.cu rounds rows up where vector loads need it
-    layer = sum(roofline.layer_parameters(s).values())
     result = [] if s.tied else [Bucket("lm_head", table + s.C, lm_head_share)]
     rest = 1 - lm_head_share
-    result += [Bucket(f"layer {l}", layer, lm_head_share + rest * (s.L - l) / s.L) for l in reversed(range(s.L))]
+    result += [Bucket(f"layer {l}", roofline.layer_parameters(s, l), lm_head_share + rest * (s.L - l) / s.L) for l in reversed(range(s.L))]
     return result + [Bucket("embedding", table + (s.C if s.tied else 0), 1.0)]
 
 

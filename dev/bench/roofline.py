@@ -100,9 +100,9 @@ def measured_bandwidth(megabytes=256, threads=None, seconds=0.3):
 
 
 # ----------------------------------------------------------------------------
-# models: the letters of the trainers. Dense layers are not modelled: every layer has experts.
+# models: the letters of the trainers. dense: the layers that have one MLP of hidden size dense_F in place of experts.
 
-Shape = namedtuple("Shape", "V C L NH NKV HD E K F tied")
+Shape = namedtuple("Shape", "V C L NH NKV HD E K F tied dense dense_F", defaults=((), 0))
 
 PRESETS = { # llmc/config.h
     "smol-500m": Shape(151936, 896, 12, 16, 16, 64, 16, 2, 512, False),
@@ -118,34 +118,45 @@ def shape_of(model):
     path = os.path.join(model, "config.json") if os.path.isdir(model) else model
     try:
         with open(path, encoding="utf-8") as file:
-            c = json.load(file)
-        heads = c["num_attention_heads"]
-        shape = Shape(c["vocab_size"], c["hidden_size"], c["num_hidden_layers"], heads, c.get("num_key_value_heads") or heads,
-                      c.get("head_dim") or c["hidden_size"] // heads, c["num_experts"], c["num_experts_per_tok"],
-                      c["moe_intermediate_size"], bool(c.get("tie_word_embeddings", False)))
+            return shape_of_config(json.load(file))
     except OSError as error:
         raise ValueError(f"no preset ({', '.join(PRESETS)}) and no file: {path}: {error.strerror}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no config.json of a Qwen3-MoE model: {error!r}")
-    if c.get("mlp_only_layers") or c.get("decoder_sparse_step", 1) != 1:
-        raise ValueError(f"{path}: models with dense layers are not modelled here")
-    return shape
 
 
-def layer_parameters(s):
-    """{tensor group: numbers} of one layer"""
-    A, KV = s.NH * s.HD, s.NKV * s.HD
-    return {"norms": 2 * s.C + 2 * s.HD, "qkv": s.C * (A + 2 * KV), "o": A * s.C, "router": s.E * s.C, "experts": s.E * 3 * s.C * s.F}
+def shape_of_config(c):
+    """The shape of what a config.json holds."""
+    heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
+    every, without = c.get("decoder_sparse_step", 1), c.get("mlp_only_layers") or ()
+    dense = tuple(l for l in range(layers) if l in without or (l + 1) % every != 0)
+    return Shape(c["vocab_size"], c["hidden_size"], layers, heads, c.get("num_key_value_heads") or heads,
+                 c.get("head_dim") or c["hidden_size"] // heads, c["num_experts"], c["num_experts_per_tok"],
+                 c["moe_intermediate_size"], bool(c.get("tie_word_embeddings", False)), dense, c["intermediate_size"] if dense else 0)
+
+
+def moe_layers(s):
+    return [l for l in range(s.L) if l not in s.dense]
+
+
+def attention_parameters(s):
+    """Of one layer's four matrices."""
+    return s.C * (2 * s.NH + 2 * s.NKV) * s.HD
+
+
+def layer_parameters(s, l):
+    mlp = 3 * s.C * s.dense_F if l in s.dense else s.E * (s.C + 3 * s.C * s.F)
+    return attention_parameters(s) + 2 * s.C + 2 * s.HD + mlp
 
 
 def parameters(s):
-    return s.V * s.C * (1 if s.tied else 2) + s.L * sum(layer_parameters(s).values()) + s.C
+    return s.V * s.C * (1 if s.tied else 2) + sum(layer_parameters(s, l) for l in range(s.L)) + s.C
 
 
 def matmul_parameters(s):
     """Weights that the matrix products of one token meet."""
-    layer = layer_parameters(s)
-    return s.V * s.C + s.L * (layer["qkv"] + layer["o"] + layer["router"] + s.K * 3 * s.C * s.F)
+    mlps = len(moe_layers(s)) * (s.E * s.C + s.K * 3 * s.C * s.F) + len(s.dense) * 3 * s.C * s.dense_F
+    return s.V * s.C + s.L * attention_parameters(s) + mlps
 
 
 def model_flops_per_token(s, T):
@@ -156,7 +167,7 @@ def model_flops_per_token(s, T):
 # ----------------------------------------------------------------------------
 # a step's operations
 
-# phase: the trainers' word; direction: forward or backward (update: once a step); layers: how often, once a layer or once;
+# phase: the trainers' word; direction: forward or backward (update: once a step); layers: of which ones, (None,): of none, once;
 # kind: which share of the card's rate it reaches; flops and bytes: of all layers together, in one microbatch.
 Operation = namedtuple("Operation", "phase direction name layers kind flops bytes")
 
@@ -166,50 +177,60 @@ def operations(s, B, T, element=2, gradient=4, chunk=8192, keys=None):
     number (train_moe: 2 and 4, train_moe_cpu: 4 and 4). keys: how many keys a query sees on average; T / 2, the causal half,
     unless a document mask leaves fewer."""
     N, R = B * T, s.K * B * T # R rows after routing
-    C, F, E, K, V, L = s.C, s.F, s.E, s.K, s.V, s.L
+    C, F, E, K, V, D = s.C, s.F, s.E, s.K, s.V, s.dense_F
+    every, moe, dense, once = tuple(range(s.L)), tuple(moe_layers(s)), s.dense, (None,)
     A, KV = s.NH * s.HD, s.NKV * s.HD
     QKV, e, g = A + 2 * KV, element, gradient
     keys = T / 2 if keys is None else keys
     chunks = math.ceil(N / min(chunk, N))
     result = []
 
-    def add(phase, direction, name, kind, flops, size, layers=L):
-        result.append(Operation(phase, direction, name, layers, kind, flops * layers, size * layers))
+    def add(phase, direction, name, kind, flops, size, layers=every):
+        if layers:
+            result.append(Operation(phase, direction, name, layers, kind, flops * len(layers), size * len(layers)))
 
-    def matmul(phase, direction, name, kind, m, k, n, weights=None, layers=L):
+    def matmul(phase, direction, name, kind, m, k, n, weights=None, layers=every):
         # out[m,n] = in[m,k] times weights
         weights = k * n if weights is None else weights
         add(phase, direction, name, kind, 2 * m * k * n, e * (m * k + weights + m * n), layers)
 
-    def matmul_weight(phase, name, kind, m, k, n, weights=None, layers=L):
+    def matmul_weight(phase, name, kind, m, k, n, weights=None, layers=every):
         # d weights[n,k] += d out[m,n] ^T in[m,k]: the sums are read and written
         weights = k * n if weights is None else weights
         add(phase, "backward", name, kind, 2 * m * k * n, e * m * (k + n) + 2 * g * weights, layers)
 
-    add("embedding", "forward", "embedding", "memory", 0, e * 2 * N * C, 1)
+    add("embedding", "forward", "embedding", "memory", 0, e * 2 * N * C, once)
     add("norms", "forward", "two RMSNorms, residual added", "memory", 0, e * 8 * N * C)
     matmul("qkv_o", "forward", "q, k, v", "matmul", N, C, QKV)
     add("norms", "forward", "norm of q and k, RoPE", "memory", 0, e * 2 * N * (A + KV))
     add("attention", "forward", "attention", "attention_forward", 4 * keys * N * A, e * N * (2 * A + 2 * KV) + 4 * N * s.NH)
     matmul("qkv_o", "forward", "o", "matmul", N, A, C)
-    add("router", "forward", "router, softmax, top-k", "memory", 2 * N * C * E, e * N * C + 4 * N * (E + 2 * K))
-    add("permute", "forward", "rows sorted by expert", "memory", 0, 4 * 4 * R)
-    add("experts", "forward", "gate and up, SwiGLU", "experts", 2 * R * C * 2 * F, e * (R * C + E * C * 2 * F + R * 3 * F))
-    matmul("experts", "forward", "down", "experts", R, F, C, E * F * C)
-    add("permute", "forward", "weighted sum of each token's experts", "memory", 0, e * N * C * (K + 1))
-    add("norms", "forward", "final RMSNorm", "memory", 0, e * 4 * N * C, 1)
+    add("router", "forward", "router, softmax, top-k", "memory", 2 * N * C * E, e * N * C + 4 * N * (E + 2 * K), moe)
+    add("permute", "forward", "rows sorted by expert", "memory", 0, 4 * 4 * R, moe)
+    add("experts", "forward", "gate and up, SwiGLU", "experts", 2 * R * C * 2 * F, e * (R * C + E * C * 2 * F + R * 3 * F), moe)
+    matmul("experts", "forward", "down", "experts", R, F, C, E * F * C, moe)
+    add("permute", "forward", "weighted sum of each token's experts", "memory", 0, e * N * C * (K + 1), moe)
+    matmul("experts", "forward", "dense layers: gate and up", "matmul", N, C, 2 * D, layers=dense)
+    add("experts", "forward", "dense layers: SwiGLU", "memory", 0, e * N * 3 * D, dense)
+    matmul("experts", "forward", "dense layers: down", "matmul", N, D, C, layers=dense)
+    add("norms", "forward", "final RMSNorm", "memory", 0, e * 4 * N * C, once)
     # lm_head and loss, a chunk of rows at a time, backward at once
-    add("lm_head", "forward", "logits", "head", 2 * N * C * V, e * (N * C + chunks * C * V + N * V), 1)
-    add("lm_head", "forward", "softmax, loss, its gradient in place", "memory", 0, e * 2 * N * V, 1)
-    add("lm_head", "backward", "d of its input", "head", 2 * N * C * V, e * (N * C + chunks * C * V + N * V), 1)
-    add("lm_head", "backward", "d of its weights", "head", 2 * N * C * V, e * (N * C + N * V) + 2 * g * C * V * chunks, 1)
-    add("norms", "backward", "final RMSNorm", "memory", 0, e * 3 * N * C, 1)
-    add("experts", "backward", "d of down's input, SwiGLU", "experts", 2 * R * C * F, e * (R * C + E * C * F + R * 5 * F))
-    matmul_weight("experts", "d of down's weights", "experts", R, F, C, E * F * C)
-    matmul("experts", "backward", "d of gate's and up's input", "experts", R, 2 * F, C, E * C * 2 * F)
-    matmul_weight("experts", "d of gate's and up's weights", "experts", R, C, 2 * F, E * C * 2 * F)
-    add("permute", "backward", "sum over each token's experts", "memory", 0, e * N * C * (K + 1))
-    add("router", "backward", "router", "memory", 4 * N * C * E, e * 2 * N * C + 8 * N * E)
+    add("lm_head", "forward", "logits", "head", 2 * N * C * V, e * (N * C + chunks * C * V + N * V), once)
+    add("lm_head", "forward", "softmax, loss, its gradient in place", "memory", 0, e * 2 * N * V, once)
+    add("lm_head", "backward", "d of its input", "head", 2 * N * C * V, e * (N * C + chunks * C * V + N * V), once)
+    add("lm_head", "backward", "d of its weights", "head", 2 * N * C * V, e * (N * C + N * V) + 2 * g * C * V * chunks, once)
+    add("norms", "backward", "final RMSNorm", "memory", 0, e * 3 * N * C, once)
+    add("experts", "backward", "d of down's input, SwiGLU", "experts", 2 * R * C * F, e * (R * C + E * C * F + R * 5 * F), moe)
+    matmul_weight("experts", "d of down's weights", "experts", R, F, C, E * F * C, moe)
+    matmul("experts", "backward", "d of gate's and up's input", "experts", R, 2 * F, C, E * C * 2 * F, moe)
+    matmul_weight("experts", "d of gate's and up's weights", "experts", R, C, 2 * F, E * C * 2 * F, moe)
+    add("permute", "backward", "sum over each token's experts", "memory", 0, e * N * C * (K + 1), moe)
+    add("router", "backward", "router", "memory", 4 * N * C * E, e * 2 * N * C + 8 * N * E, moe)
+    matmul("experts", "backward", "dense layers: d of down's input", "matmul", N, C, D, layers=dense)
+    matmul_weight("experts", "dense layers: d of down's weights", "matmul", N, D, C, layers=dense)
+    add("experts", "backward", "dense layers: SwiGLU", "memory", 0, e * N * 5 * D, dense)
+    matmul("experts", "backward", "dense layers: d of gate's and up's input", "matmul", N, 2 * D, C, layers=dense)
+    matmul_weight("experts", "dense layers: d of gate's and up's weights", "matmul", N, C, 2 * D, layers=dense)
     add("norms", "backward", "two RMSNorms, residual", "memory", 0, e * 8 * N * C)
     matmul("qkv_o", "backward", "d of o's input", "matmul", N, C, A)
     matmul_weight("qkv_o", "d of o's weights", "matmul", N, A, C)
@@ -217,7 +238,7 @@ def operations(s, B, T, element=2, gradient=4, chunk=8192, keys=None):
     add("norms", "backward", "norm of q and k, RoPE", "memory", 0, e * 3 * N * (A + KV))
     matmul("qkv_o", "backward", "d of q's, k's, v's input", "matmul", N, QKV, C)
     matmul_weight("qkv_o", "d of q's, k's, v's weights", "matmul", N, C, QKV)
-    add("embedding", "backward", "embedding", "memory", 0, e * N * C + 2 * g * min(N, V) * C, 1)
+    add("embedding", "backward", "embedding", "memory", 0, e * N * C + 2 * g * min(N, V) * C, once)
     return result
 
 
@@ -226,8 +247,8 @@ def update_operations(s, element=2, gradient=4):
     first and second moment in fp32; where weights are also kept in bf16 it writes those."""
     P = parameters(s)
     copies = element if element < 4 else 0
-    return [Operation("grad_norm", "update", "norm of the gradients", 1, "memory", 2 * P, gradient * P),
-            Operation("optimizer", "update", "AdamW", 1, "memory", 12 * P, (gradient + 24 + copies) * P)]
+    return [Operation("grad_norm", "update", "norm of the gradients", (None,), "memory", 2 * P, gradient * P),
+            Operation("optimizer", "update", "AdamW", (None,), "memory", 12 * P, (gradient + 24 + copies) * P)]
 
 
 def possible_ms(operation, card, mode="sustained"):
@@ -346,7 +367,7 @@ def main():
             if gflops is None:
                 raise ValueError(f"{args.metrics}: no step has a gemm_share")
             ops = operations(shape, args.batch_size, args.seq_len, 4, 4)
-            card = cpu_card(gflops, measured_bandwidth(statistics.median(op.bytes / op.layers for op in ops) / 1e6))
+            card = cpu_card(gflops, measured_bandwidth(statistics.median(op.bytes / len(op.layers) for op in ops) / 1e6))
     except (OSError, ValueError) as error:
         print(f"roofline.py: error: {error}", file=sys.stderr)
         sys.exit(1)

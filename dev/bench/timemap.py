@@ -172,16 +172,6 @@ def overlap(trace, step, track):
 # ----------------------------------------------------------------------------
 # what it must do, and could take
 
-def shape_of_run(run):
-    """roofline.Shape of the model, or None where roofline.py cannot model it."""
-    c = run["model"]
-    if c.get("mlp_only_layers") or c.get("decoder_sparse_step", 1) != 1:
-        return None
-    return roofline.Shape(c["vocab_size"], c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"],
-                          c["num_key_value_heads"], c["head_dim"], c["num_experts"], c["num_experts_per_tok"],
-                          c["moe_intermediate_size"], bool(c.get("tie_word_embeddings")))
-
-
 def is_emulated(run):
     return "emulated" in run["machine"].lower()
 
@@ -194,9 +184,9 @@ def card_of_run(trace, args):
         card = roofline.CARDS[args.card]
         source = f"{card.name}, as roofline.py has it"
     elif cpu:
-        shape, options = shape_of_run(run), run["options"]
+        shape, options = roofline.shape_of_config(run["model"]), run["options"]
         ops = roofline.operations(shape, int(options["batch-size"]), int(options["seq-len"]), 4, 4)
-        bandwidth = args.bandwidth or roofline.measured_bandwidth(statistics.median(op.bytes / op.layers for op in ops) / 1e6)
+        bandwidth = args.bandwidth or roofline.measured_bandwidth(statistics.median(op.bytes / len(op.layers) for op in ops) / 1e6)
         card = roofline.cpu_card(args.gflops or measured / 1e9, bandwidth, run["machine"])
         said = "given" if args.gflops else "measured by the trainer at its start"
         return card, (f"matrix products {card.sustained * 1e3:.4g} GFLOP/s ({said}), memory {bandwidth:.4g} GB/s "
@@ -240,20 +230,18 @@ def direction_of(op):
 
 def work(run, card, mode):
     """{(phase, direction): {layer: [flops, bytes, possible ms]}} of one step on one rank, and {...: bound}"""
-    shape, options = shape_of_run(run), run["options"]
+    shape, options = roofline.shape_of_config(run["model"]), run["options"]
     element, gradient = roofline.elements_of(card) if card.arch == "cpu" else (2, 4)
     micro = roofline.operations(shape, int(options["batch-size"]), int(options["seq-len"]), element, gradient)
     table, bounds = {}, {}
     for times, ops in ((int(options["grad-accum"]), micro), (1, roofline.update_operations(shape, element, gradient))):
         for op in ops:
             key = (op.phase, direction_of(op))
-            once = op.layers == 1 and (shape.L > 1 or op.phase in ("embedding", "lm_head", "grad_norm", "optimizer") or op.name.startswith("final"))
             ms = times * roofline.possible_ms(op, card, mode)
-            for layer in [None] if once else range(shape.L):
+            for layer in op.layers:
                 row = table.setdefault(key, {}).setdefault(layer, [0.0, 0.0, 0.0])
-                parts = 1 if once else shape.L
                 for i, value in enumerate((times * op.flops, times * op.bytes, ms)):
-                    row[i] += value / parts
+                    row[i] += value / len(op.layers)
             side = bounds.setdefault(key, {"compute": 0.0, "memory": 0.0})
             side[roofline.bound(op, card)] += ms
     return table, {key: "compute" if side["compute"] > side["memory"] else "memory" for key, side in bounds.items()}
@@ -696,7 +684,7 @@ def build(traces, args):
     step = choose_step(trace, args.step)
     run = trace.run
     times = phase_times(trace, step)
-    shape = shape_of_run(run) if run else None
+    shape = roofline.shape_of_config(run["model"]) if run else None
     table = bounds = None
     warnings, notes = [], []
     if shape:
@@ -711,8 +699,6 @@ def build(traces, args):
         notes.append("FLOPs are those that must be executed (attention's backward computes its scores again), bytes those that memory must move if nothing is found in a cache.")
         if run["options"].get("doc-mask"):
             notes.append("With --doc-mask attention may skip what other documents hold: its possible time is shorter than said here.")
-    elif run:
-        warnings.append("This model has dense layers, which roofline.py does not model: the map shows where the time went, not what could be gained.")
     else:
         warnings.append("This trace does not say what was run (an older trainer wrote it): the map shows where the time went, not what could be gained.")
     blocks = blocks_of(times, table, bounds, bool(run and is_emulated(run)))

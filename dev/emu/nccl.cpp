@@ -292,6 +292,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t c) {
     MPI_Finalized(&over);
     if (c->mpi != MPI_COMM_NULL && !over && !c->aborted) MPI_Comm_free(&c->mpi);
     c->magic = 0;
+    bury(c);
     return ncclSuccess;
 }
 ncclResult_t ncclCommAbort(ncclComm_t c) {
@@ -299,6 +300,7 @@ ncclResult_t ncclCommAbort(ncclComm_t c) {
     if (!alive(c, "ncclCommAbort", PC)) return ncclInvalidArgument;
     c->aborted = true;                                 // what was issued and has not run never will
     c->magic = 0;
+    bury(c);
     return ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* r) {

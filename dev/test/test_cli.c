@@ -351,6 +351,54 @@ static void a_resumed_run_inherits_what_was_given_before(void) {
     cJSON_Delete(saved);
 }
 
+static void resume(const char* now, int num_ranks, int64_t done_steps, const cJSON* saved) {
+    parse_cpu(now);
+    opt.done_steps = done_steps;
+    opt.done_tokens = done_steps * 1024;
+    options_inherit(&opt, saved);
+    options_resolve(&opt, num_ranks);
+}
+
+static void a_resumed_run_keeps_its_tokens_a_step_and_its_length(void) { // D13, D15
+    resolve("--batch-size 4 --seq-len 64 --grad-accum 4 --tokens 100K", 1);
+    cJSON* saved = options_json(&opt);
+    CHECK(opt.tokens_per_step == 1024 && opt.steps == 98);
+    const struct { const char* more; int ranks, grad_accum; } splits[] = {
+        {"", 1, 4}, {"", 2, 2}, {"", 4, 1}, {"--batch-size 2", 1, 8}, {"--batch-size 16", 1, 1}, {"--batch-size 1 --seq-len 32", 8, 4}};
+    for (size_t i = 0; i < sizeof(splits) / sizeof(splits[0]); i++) {
+        char text[200];
+        snprintf(text, sizeof(text), "--resume --out o %s", splits[i].more);
+        resume(text, splits[i].ranks, 50, saved);
+        CHECK(opt.tokens_per_step == 1024 && opt.grad_accum == splits[i].grad_accum);
+        CHECK(opt.steps == 98 && opt.tokens == 98 * 1024);
+    }
+    resume("--resume --out o --grad-accum 1", 1, 50, saved); // asked for: the tokens that are left, in smaller steps
+    CHECK(opt.tokens_per_step == 256 && opt.steps == 50 + 48 * 4 && opt.tokens == 98 * 1024);
+    resume("--resume --out o --tokens-per-step 2048", 1, 50, saved);
+    CHECK(opt.grad_accum == 8 && opt.steps == 50 + 24);
+    resume("--resume --out o --tokens 10K", 1, 50, saved); // less than is done
+    CHECK(opt.steps == 50);
+    parse_cpu("--resume --out o --batch-size 3");
+    options_inherit(&opt, saved);
+    EXPECT_FATAL(options_resolve(&opt, 1), "--tokens-per-step 1024, as before --resume, is not a multiple of B x T x ranks = 3 x 64 x 1 = 192");
+    resume("--resume --out o --batch-size 3 --generate 5", 1, 50, saved); // makes no steps
+    cJSON_Delete(saved);
+}
+
+static void an_inherited_option_asks_for_no_other(void) {
+    resolve("--out o --save-every 5 --keep 2 --val-data v --val-every 3 --sample-every 4 --prompt x --top-k 3", 1);
+    cJSON* saved = options_json(&opt);
+    resume("--resume o/step_00000005", 1, 5, saved);
+    CHECK(opt.out == NULL && opt.save_every == 5);
+    resume("--resume o/step_00000005 --eval", 1, 5, saved);
+    resume("--resume o/step_00000005 --generate 3", 1, 5, saved);
+    CHECK(opt.top_k == 3);
+    cJSON_Delete(saved);
+    parse_cpu("--resume o/step_00000005 --train-data x --save-every 2"); // but what is said now has to make sense
+    options_inherit(&opt, NULL);
+    EXPECT_FATAL(options_resolve(&opt, 1), "--save-every does nothing without --out");
+}
+
 static void precision_is_inherited_from_the_same_program_alone(void) {
     for (int by = 0; by < 2; by++) {
         int writer = by == 0 ? PROGRAM_CPU : PROGRAM_GPU;
@@ -407,6 +455,8 @@ int main(int argc, char** argv) {
     RUN(help_exits_with_0_whatever_else_is_missing);
     RUN(echo_shows_what_is_set_and_nothing_else);
     RUN(a_resumed_run_inherits_what_was_given_before);
+    RUN(a_resumed_run_keeps_its_tokens_a_step_and_its_length);
+    RUN(an_inherited_option_asks_for_no_other);
     RUN(precision_is_inherited_from_the_same_program_alone);
     RUN(inherited_options_survive_a_hostile_file);
     return test_summary();

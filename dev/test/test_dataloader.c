@@ -370,6 +370,41 @@ static void batches_in_memory_of_the_callers_are_the_same(void) {
     free(path);
 }
 
+static void one_pass_takes_every_sequence_once_whatever_the_batches(void) { // D16
+    char* path = write_counting_shard("pass.bin", 10 * 8 + 1, 0); // 10 sequences
+    for (int B = 1; B <= 12; B++) {
+        for (int ranks = 1; ranks <= 3; ranks++) {
+            int seen[10] = {0}, ignored = 0;
+            for (int rank = 0; rank < ranks; rank++) {
+                DataLoaderOptions o = options(path, (size_t)B, 8);
+                o.num_ranks = ranks;
+                o.rank = rank;
+                o.shuffle = false;
+                o.one_pass = true;
+                o.prefetch = B % 2;
+                DataLoader l;
+                dataloader_open(&l, &o);
+                for (int first = rank * B; first < 10; first += ranks * B) {
+                    const Batch* batch = dataloader_next(&l);
+                    for (int b = 0; b < B; b++) {
+                        const int* y = batch->targets + b * 8;
+                        CHECK((y[0] == -100) == (first + b >= 10) && (y[0] == -100) == (y[7] == -100));
+                        if (y[0] == -100) { ignored++; }
+                        else { seen[batch->tokens[b * 8] / 8]++; }
+                    }
+                }
+                dataloader_close(&l);
+            }
+            for (int i = 0; i < 10; i++) { CHECK(seen[i] == 1); }
+            CHECK(ignored == (10 + B - 1) / B * B - 10);
+        }
+    }
+    DataLoaderOptions o = options(path, 4, 81);
+    o.one_pass = true;
+    EXPECT_FATAL(open_and_close(o), "are 0 sequences of 81, but validation needs 1 (82 tokens): at most --seq-len 80 fits");
+    free(path);
+}
+
 // ----------------------------------------------------------------------------
 // prefetch and resume
 
@@ -808,6 +843,7 @@ int main(int argc, char** argv) {
     RUN(order_depends_on_the_seed_and_the_epoch_alone);
     RUN(shuffling_leaves_no_trend_of_the_source_order);
     RUN(validation_reads_in_file_order);
+    RUN(one_pass_takes_every_sequence_once_whatever_the_batches);
     RUN(prefetch_gives_the_batches_of_inline);
     RUN(token_order_is_a_stable_sort);
     RUN(batches_in_memory_of_the_callers_are_the_same);

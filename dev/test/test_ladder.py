@@ -193,19 +193,20 @@ def the_roofline_counts_what_the_trainer_counts():
 
 @test
 def the_rooflines_operations_add_up():
-    s, B, T = roofline.shape_of("smol-500m"), 2, 4096
-    ops = roofline.operations(s, B, T)
-    attention = 7 * s.L * s.NH * s.HD * T # backward computes the scores again: 7 products for the 6 of model_flops_per_token
-    expected = B * T * (6 * roofline.matmul_parameters(s) + attention)
-    check_near(sum(op.flops for op in ops), expected, 1e-9 * expected, "FLOPs of a microbatch")
+    B, T = 2, 4096
+    for s in (roofline.shape_of("smol-500m")._replace(dense=(0, 3), dense_F=1000), roofline.shape_of("smol-500m")):
+        ops = roofline.operations(s, B, T)
+        attention = 7 * s.L * s.NH * s.HD * T # backward computes the scores again: 7 products for the 6 of model_flops_per_token
+        expected = B * T * (6 * roofline.matmul_parameters(s) + attention)
+        check_near(sum(op.flops for op in ops), expected, 1e-9 * expected, "FLOPs of a microbatch")
     card = roofline.CARDS["maxq"]
     by_phase = roofline.phases(s, B, T, card, grad_accum=3)
     total = 3 * sum(roofline.possible_ms(op, card) for op in ops) + roofline.update_ms(s, card, "sustained")
     check_near(sum(row["possible_ms"] for row in by_phase.values()), total, 1e-6 * total, "ms by phase")
     check(by_phase["lm_head"]["bound"] == "compute" and by_phase["optimizer"]["bound"] == "memory", by_phase)
-    one = roofline.Operation("qkv_o", "forward", "", 1, "matmul", 273e9, 1)
+    one = roofline.Operation("qkv_o", "forward", "", (0,), "matmul", 273e9, 1)
     check_near(roofline.possible_ms(one, card), 1.0, 1e-9, "273 GFLOP at 273 TFLOP/s, in ms")
-    one = roofline.Operation("norms", "forward", "", 1, "memory", 0, 1792e6 * 0.9)
+    one = roofline.Operation("norms", "forward", "", (0,), "memory", 0, 1792e6 * 0.9)
     check_near(roofline.possible_ms(one, card), 1.0, 1e-9, "a millisecond of bandwidth")
     check_near(roofline.hours(1e10 / 3600), 1.0, 1e-12, "hours")
 

@@ -244,6 +244,8 @@ row("weights_of_another_shape", weights(lambda t: {**t, "model.norm.weight": np.
 row("weights_transposed", weights(lambda t: {**t, GATE: t[GATE].T.copy()}), GATE, "[64, 32]", "[32, 64]")
 row("weights_with_a_nan", weights(put(GATE, (1, 2), np.nan)), GATE, "nan at element 66")
 row("weights_with_an_infinity", weights(put(GATE, (0, 2), -np.inf)), GATE, "-inf at element 2")
+row("weights_that_overflow_and_are_asked_to_speak", lambda: [*weights(lambda t: {**t, "model.norm.weight": np.full(64, 3e38, np.float32),
+    "lm_head.weight": t["lm_head.weight"] * 1e30})()[:2], "--generate", 3], "logits are not numbers")
 row("weights_in_double", weights(lambda t: {**t, GATE: t[GATE].astype(np.float64)}), GATE, "F64")
 row("weights_cut", lambda: [*weights(lambda t: t)()[:1], os.path.dirname(cut_weights(-100)), *RUN[2:]], "model.safetensors", "cut off")
 row("weights_longer", with_header(lambda h: h.pop("lm_head.weight") and None), "belong to no tensor")

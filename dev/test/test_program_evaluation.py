@@ -217,6 +217,31 @@ def hellaswag_puts_texts_together_as_the_harness_does():
 
 
 # ----------------------------------------------------------------------------
+# the loss on all of the data
+
+
+@test
+def validation_does_not_depend_on_batches_or_ranks():  # D16: also where the last batch is not full, or ranks outnumber batches
+    m, T = model(), 32
+    tokens = tokens_of(text_of(20, seed=7))[:13 * T + 5]  # 13 sequences, and a rest that is none
+    data = ["--val-data", shard(folder("data/val.bin"), tokens), "--seq-len", T]
+    rows = np.array([tokens[i * T:i * T + T + 1] for i in range(13)], np.int32)
+    save_file({"tokens": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()}, folder("all"))
+    run([PROGRAM, "--init", m, "--batch", folder("all"), "--dump", folder("dump")])
+    wanted, wanted_bits = float(load_file(folder("dump"))["ce_loss"][0]), None
+    from gpu import ranks
+    for B, count in ((1, 1), (4, 1), (13, 1), (64, 1)) + (((2, 2), (4, 3), (8, 4)) if GPU else ()):
+        said = ranks(count, [PROGRAM, "--init", m, *data, "--batch-size", B, "--eval"]).out
+        check("over 13 sequences of 32 tokens" in said, said)
+        loss, bits = (float(said.split(word)[1].split()[0]) for word in ("validation loss ", "), " if "), " in said else ", "))
+        check_near(loss, wanted, 2e-5, f"B = {B}, {count} ranks")  # bf16 rounds the same whatever the batch
+        check(wanted_bits in (None, bits), f"B = {B}, {count} ranks: {bits} bits per byte, not {wanted_bits}")
+        wanted_bits = bits
+    some = [ranks(count, [PROGRAM, "--init", m, *data, "--batch-size", 2, "--eval", "--val-steps", 3]).out for count in ((1, 2) if GPU else (1,))]
+    check("over 6 sequences" in some[0] and len(set(some)) == 1, f"{some}")
+
+
+# ----------------------------------------------------------------------------
 # bits per byte
 
 
@@ -233,7 +258,7 @@ def bits_per_byte_count_the_bytes_of_the_targets():
     shard(folder("data/val.bin"), tokens)
     T, B = 32, 4
     loss, bits = evaluation([PROGRAM, "--init", m, "--val-data", folder("data/val.bin"), "--eval", "--seq-len", T, "--batch-size", B])
-    count = (len(tokens) - 1) // (B * T) * (B * T)
+    count = (len(tokens) - 1) // T * T  # whole sequences
     of_text = sum(t != EOT for t in tokens[1:count + 1])  # the EOT costs nats, but it is no text
     check(0 < count - of_text < count / 10, "no EOT among them")
     check_near(bits, loss * count / of_text / math.log(2), 1e-4, "bits per byte")

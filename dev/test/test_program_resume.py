@@ -108,6 +108,37 @@ def a_run_that_was_prolonged_is_the_longer_run():
     expect_error([PROGRAM, "--resume", "--out", folder("part")], "step_00000005 has done 5 steps already", "--steps")
 
 
+@test
+def another_batch_size_makes_the_same_steps():  # D13: as many tokens a step, as many in all
+    data = ["--train-data", stories(), "--schedule", "cosine", "--tokens", 320, "--aux-loss-coef", 0]
+    run([*TINY[:3], "--batch-size", 4, *TINY[5:], *data, "--save-every", 2, "--out", folder("whole"), "--metrics", folder("whole.jsonl")])
+    cut_back(folder("whole"), folder("part"), 2)
+    r = run([PROGRAM, "--resume", "--out", folder("part"), "--batch-size", 1, "--metrics", folder("part.jsonl")])
+    check("grad-accum 4" in r.out and "from now on" not in r.out, r.out)
+    a, b = metrics(folder("whole.jsonl"))[2:], metrics(folder("part.jsonl"))
+    check([(m["step"], m["tokens"], m["lr"]) for m in a] == [(m["step"], m["tokens"], m["lr"]) for m in b], f"{b}")
+    for x, y in zip(a, b):
+        check_near(x["loss"], y["loss"], 2e-3 if GPU else 1e-5, f"loss of step {x['step']}")
+    shutil.rmtree(folder("part"))
+    cut_back(folder("whole"), folder("part"), 2)
+    r = run([PROGRAM, "--resume", "--out", folder("part"), "--grad-accum", 2])  # asked for: said, and the tokens end where they should
+    check("a step is 128 tokens from now on, it was 64 until now" in r.out, r.out)
+    check(state_of(step_folder(folder("part"), 4))["tokens"] == str(2 * 64 + 2 * 128), f"{steps_in(folder('part'))}")
+    expect_error([PROGRAM, "--resume", "--out", folder("part"), "--batch-size", 3, "--tokens", 1000], "as before --resume", "3 x 16 x 1")
+
+
+@test
+def a_checkpoint_can_be_looked_at_without_out():
+    val = shard(folder("data/val.bin"), tokens_of(text_of(20, seed=2)))
+    run([*TINY, "--train-data", stories(), "--val-data", val, "--steps", 2, "--save-every", 1, "--keep", 2, "--out", folder("out")])
+    before, checkpoint = files_in(folder("out")), step_folder(folder("out"), 1)
+    check("validation loss" in run([PROGRAM, "--resume", checkpoint, "--eval"]).out, "no loss")
+    check("step 2/2" in run([PROGRAM, "--resume", checkpoint, "--steps", 2]).out.replace("  ", " "), "no step")
+    run([PROGRAM, "--resume", checkpoint, "--dump", folder("dump")])
+    run([PROGRAM, "--resume", checkpoint, "--generate", 3])
+    check(files_in(folder("out")) == before, "the checkpoints have changed")
+
+
 # ----------------------------------------------------------------------------
 # kills, signals, full disks
 
