@@ -89,7 +89,7 @@ row("data_16_bit_and_odd_in_length", lambda: [*TINY, "--train-data", cut(shard(f
 row("data_of_two_tokenizers", lambda: [*TINY, "--train-data", two_tokenizers()], "b.bin", "different tokenizers")
 row("sequence_longer_than_the_data", [*TINY[:-4], "--seq-len", 4096, "--train-data", GOOD], "tokens in 1 file", "at most --seq-len")
 row("batch_larger_than_the_data", [*TINY[:2], "--batch-size", 1024, "--train-data", GOOD], "a batch of 1024", "at most --batch-size")
-row("validation_data_shorter_than_a_batch", lambda: [*RUN, "--val-data", shard(folder("val.bin"), TOKENS[:12])], "val.bin: 12 tokens")
+row("validation_data_shorter_than_a_sequence", lambda: [*RUN, "--val-data", shard(folder("val.bin"), TOKENS[:8])], "val.bin: 8 tokens", "validation needs 1 (9 tokens)", "--seq-len 7 fits")
 row("validation_data_missing", [*RUN, "--val-data", HOME + "/no.bin"], "no file matches")
 row("text_that_is_not_utf8", lambda: [*TINY, "--tokenize", "inline", "--train-data", write(folder("bad.txt"), b"abc\xff" * 99)],
     "bad.txt is not UTF-8", "byte offset 3", "--encoding")
