@@ -2092,7 +2092,7 @@ void router_sums_add(double* sums, const double* aux_loss, const double* stats, 
     size_t experts = (size_t)L * E;
     router_sums_add_kernel1<<<(unsigned)ceil_div(experts, 256), 256, 0, stream>>>(sums, aux_loss, stats,
                                                                                 tokens_per_expert, share, experts, E);
-    launchCheck("router_sums_add");
+    launchCheck("router_sums_add_kernel1");
 }
 
 // ----------------------------------------------------------------------------
@@ -2427,7 +2427,7 @@ void swiglu_forward(bf16* act, const bf16* gate_up, size_t N, size_t F, cudaStre
     // act (N,F) = silu(gate) * up; gate_up (N,2F) holds gate, then up
     if (N == 0 || F == 0) { return; }
     swiglu_forward_kernel2<<<swiglu_grid(N, F), swiglu_block(F), 0, stream>>>(act, gate_up, (int)F);
-    launchCheck("swiglu_forward");
+    launchCheck("swiglu_forward_kernel2");
 }
 
 // As above, 10 bytes an element. Each thread has read its 8 gates and ups before it overwrites them, if it does.
@@ -2449,7 +2449,7 @@ void swiglu_backward(bf16* d_gate_up, const bf16* d_act, const bf16* gate_up, si
     // d_gate_up (N,2F) =; it may be gate_up itself
     if (N == 0 || F == 0) { return; }
     swiglu_backward_kernel2<<<swiglu_grid(N, F), swiglu_block(F), 0, stream>>>(d_gate_up, d_act, gate_up, (int)F);
-    launchCheck("swiglu_backward");
+    launchCheck("swiglu_backward_kernel2");
 }
 
 void mlp_forward(bf16* out, bf16* act, bf16* gate_up, const bf16* inp, const bf16* gate_up_proj, const bf16* down_proj,
@@ -2756,7 +2756,7 @@ void experts_gate_up(bf16* gate_up, bf16* expert_act, const bf16* inp, const bf1
     if (R == 0) { return; }
     experts_gate_up_forward_kernel5<<<experts_grid(F, 64, R, C, F, E), TILE_THREADS, tile_shared_bytes(128), stream>>>(
         gate_up, expert_act, inp, gate_up_proj, r.row_token, r.tile_list, (int)C, (int)F);
-    launchCheck("experts_gate_up_forward");
+    launchCheck("experts_gate_up_forward_kernel5");
 }
 
 // out (R,OC) = inp (R,C) weight[e]^T. A block owns 128 rows x 128 columns, a thread 8 x 16 of them. Tile columns
@@ -2792,7 +2792,7 @@ void grouped_matmul_forward(bf16* out, const bf16* inp, const bf16* weight, Rout
     // out (R,OC) = inp (R,C) weight[e]^T, weight is (E,OC,C)
     grouped_matmul_forward_kernel3<<<experts_grid(OC, 128, R, C, OC, E), TILE_THREADS, tile_shared_bytes(128),
                                      stream>>>(out, inp, weight, r.tile_list, (int)C, (int)OC);
-    launchCheck("grouped_matmul_forward");
+    launchCheck("grouped_matmul_forward_kernel3");
 }
 
 void experts_forward(bf16* expert_out, bf16* gate_up, bf16* expert_act, const bf16* inp, const bf16* gate_up_proj,
@@ -2871,7 +2871,7 @@ void experts_down_backward(bf16* gate_up, bf16* expert_act, float* router_partia
     experts_down_backward_kernel5<<<experts_grid(F, 128, R, C, F, E), TILE_THREADS, tile_shared_bytes(128), stream>>>(
         gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r.row_slot, r.row_token, r.tile_list, R,
         (int)C, (int)F);
-    launchCheck("experts_down_backward");
+    launchCheck("experts_down_backward_kernel5");
 }
 
 // d_weight[e] (OC,C) += d_out^T inp over the rows of expert e. With GATHER_OUT, GATHER_INP that operand has a row for
@@ -2914,7 +2914,7 @@ void grouped_matmul_backward_weight(float* d_weight, const bf16* d_out, const bf
     grouped_matmul_backward_weight_kernel4<COLS, GATHER_OUT, GATHER_INP>
         <<<grid, TILE_THREADS, tile_shared_bytes(COLS), stream>>>(d_weight, d_out, inp, r.row_token, r.expert_offsets,
                                                                   (int)C, (int)OC);
-    launchCheck("grouped_matmul_backward_weight");
+    launchCheck("grouped_matmul_backward_weight_kernel4");
 }
 
 // d_inp (R,C) = d_out (R,OC) weight[e]. A block owns 128 rows x 128 columns. Tile columns are columns of weight here,
@@ -2948,7 +2948,7 @@ void grouped_matmul_backward_inp(bf16* d_inp, const bf16* d_out, const bf16* wei
     // d_inp (R,C) = d_out (R,OC) weight[e]
     grouped_matmul_backward_inp_kernel3<<<experts_grid(C, 128, R, C, OC, E), TILE_THREADS, tile_shared_bytes(128),
                                           stream>>>(d_inp, d_out, weight, r.tile_list, (int)C, (int)OC);
-    launchCheck("grouped_matmul_backward_inp");
+    launchCheck("grouped_matmul_backward_inp_kernel3");
 }
 
 void experts_backward(bf16* d_expert_in, float* d_gate_up_proj, float* d_down_proj, float* router_partials,
@@ -3392,10 +3392,10 @@ void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t com
         }
         unsigned blocks = (unsigned)ceil_div(count / 4, 256);
         all_reduce_pack_kernel2<<<blocks, 256, 0, g->stream>>>(g->staging, grads, count);
-        launchCheck("all_reduce_pack");
+        launchCheck("all_reduce_pack_kernel2");
         ncclCheck(ncclAllReduce(g->staging, g->staging, count, ncclBfloat16, ncclAvg, g->comm, g->stream));
         all_reduce_unpack_kernel2<<<blocks, 256, 0, g->stream>>>(grads, g->staging, count);
-        launchCheck("all_reduce_unpack");
+        launchCheck("all_reduce_unpack_kernel2");
     } else {
         ncclCheck(ncclAllReduce(grads, grads, count, ncclFloat32, ncclAvg, g->comm, g->stream));
     }
@@ -4451,12 +4451,20 @@ void trainer_load(Trainer* t) {
     cudaCheck(cudaDeviceSynchronize());
     t->step = run->state.step;
     t->tokens = run->state.tokens;
-    int64_t step = t->step; // on several machines the newest checkpoint need not be the same one everywhere
-    multi_gpu_broadcast(&t->gpus, &step, sizeof(step));
-    if (step != t->step) {
-        fatal("rank 0 resumes step %lld, this rank step %lld: do all machines see the same --out?", (long long)step,
-              (long long)t->step);
+    // on several machines neither the newest checkpoint nor the data need be the same everywhere
+    const uint64_t mine[3] = {(uint64_t)t->step, run->data_hash, run->val_hash};
+    uint64_t of_rank0[3];
+    memcpy(of_rank0, mine, sizeof(mine));
+    multi_gpu_broadcast(&t->gpus, of_rank0, sizeof(of_rank0));
+    if (of_rank0[0] != mine[0]) {
+        fatal("rank 0 resumes step %llu, this rank step %llu: do all machines see the same --out?",
+              (unsigned long long)of_rank0[0], (unsigned long long)mine[0]);
     }
+    if (memcmp(of_rank0, mine, sizeof(mine)) != 0) {
+        fatal("this rank sees other --%s than rank 0: do all machines have the same files?",
+              of_rank0[1] != mine[1] ? "train-data" : "val-data");
+    }
+    multi_gpu_barrier(&t->gpus); // nobody waits in an all-reduce for a rank that has a slow disk
 }
 
 void trainer_save(Trainer* t) {
@@ -4609,7 +4617,7 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
     phase(model, PHASE_ALLREDUCE, -1);
     all_reduce_sums(&t->gpus, model->step_sums, step_sums_count(model), model->stream);
     model_grad_norm(model);
-    double lr = learning_rate(opt->schedule, t->step, opt->warmup_steps, opt->steps, opt->lr, opt->min_lr);
+    double lr = schedule_rate(opt, t->tokens);
     model_update(model, t->step + 1, lr, opt);
     trainer_read_sums(t);
     gpu_clock_end(&t->clock);

@@ -2048,8 +2048,7 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
               (long long)t->step + 1, sum.loss, norm, t->run.opt.out ? "; checkpoints are untouched in " : "",
               t->run.opt.out ? t->run.opt.out : "");
     }
-    double lr = learning_rate(t->run.opt.schedule, t->step, t->run.opt.warmup_steps, t->run.opt.steps, t->run.opt.lr,
-                              t->run.opt.min_lr);
+    double lr = schedule_rate(&t->run.opt, t->tokens);
     model_update(&t->model, t->step + 1, lr, norm, &t->run.opt);
     t->step++;
     t->tokens += (uint64_t)t->run.opt.tokens_per_step;

@@ -4,7 +4,11 @@
 set -eu
 cd "$(dirname "$0")/.."
 DATA=${DATA:-data/stories} OUT=${OUT:-out/demo} STEPS=3200
-if [ -d "$OUT" ]; then echo "$OUT is there already, and nothing saved is overwritten: remove it, or OUT=out/again make demo"; exit 1; fi
+if [ -d "$OUT" ]; then
+    echo "$OUT is there already, and nothing saved is overwritten: remove it, or OUT=out/again make demo"
+    echo "(if it was interrupted: ./train_moe_cpu --resume --out $OUT --metrics $OUT/metrics.jsonl goes on)"
+    exit 1
+fi
 [ -f "$DATA/manifest.json" ] || python3 prepro/stories.py --out "$DATA"
 mkdir -p "$OUT"
 

@@ -31,7 +31,7 @@ typedef struct {
 typedef struct {
     const char* path; // not copied
     size_t T;
-    int eot_id;
+    int eot_id, vocab_size; // of the tokenizer that made it
     Question* questions;
     size_t num_questions;
     ChoiceRow* rows;
@@ -68,6 +68,7 @@ static inline size_t choices_header(Choices* c, const cJSON* json, int vocab_siz
               (long long)tokens, vocab_size);
     }
     c->eot_id = (int)eot;
+    c->vocab_size = (int)tokens;
     return (size_t)questions;
 }
 

@@ -24,6 +24,7 @@
 typedef struct {
     // model
     const char *model, *init, *config;
+    int64_t vocab_size;                     // -1: as the model's config says
     const char* resume;                     // NULL: no; "": the newest checkpoint in --out; else the folder to resume
     // data
     const char *train_data, *val_data, *batch;
@@ -31,7 +32,7 @@ typedef struct {
     int64_t batch_size, seq_len;            // B, T; with --batch the trainer takes both from the file
     int64_t grad_accum, tokens_per_step;    // -1 until options_resolve: tokens_per_step = B * T * ranks * grad_accum
     // length and optimiser
-    int64_t steps, tokens;                  // -1 until options_resolve: tokens = steps * tokens_per_step
+    int64_t steps, tokens;                  // -1 until options_resolve; tokens as given, else those of all steps
     double lr, min_lr;                      // min_lr: -1 until options_resolve
     const char* schedule;
     int64_t warmup_steps;                   // -1 until options_resolve
@@ -105,6 +106,8 @@ static const OptionRow option_table[] = {
         "a Hugging Face folder: its config.json and weights"},
     {"model", 0, "config", "FILE", OPTION_STRING, AT(config), NULL, NULL, PROGRAM_BOTH,
         "a config.json (or its folder), freshly initialised"},
+    {"model", 0, "vocab-size", "N", OPTION_INT, AT(vocab_size), NULL, "[1,16777216]", PROGRAM_BOTH,
+        "with --model or --config: tokens of its vocabulary [the config's]"},
     {"model", 'r', "resume", "[DIR]", OPTION_OPTIONAL_STRING, AT(resume), NULL, NULL, PROGRAM_BOTH,
         "go on from this checkpoint, or from the newest one in --out"},
 
@@ -255,7 +258,7 @@ static const struct { const char* names[5]; const char* why; } option_exclusive[
 
 // options that would do nothing without one of these others
 static const struct { const char* name; const char* needs[2]; } option_needs[] = {
-    {"save-every", {"out", NULL}}, {"keep", {"out", NULL}},
+    {"vocab-size", {"model", "config"}}, {"save-every", {"out", NULL}}, {"keep", {"out", NULL}},
     {"val-every", {"val-data", NULL}}, {"val-steps", {"val-data", NULL}}, {"eval", {"val-data", NULL}},
     {"force-routing", {"batch", NULL}}, {"tokenize", {"train-data", "val-data"}},
     {"prompt", {"generate", "sample-every"}}, {"temperature", {"generate", "sample-every"}},
@@ -674,7 +677,7 @@ static inline void options_resolve_accumulation(Options* opt, int64_t num_ranks)
     int row = option_find("tokens-per-step");
     bool of_before = opt->inherited[row]; // the run that is resumed keeps its step, unless told otherwise
     bool trains = !opt->generate && !opt->eval && !opt->eval_choices && !opt->dump;
-    if (!opt->given[row] || (of_before && !trains)) {
+    if (!opt->given[row] || !trains) {
         if (opt->grad_accum < 0) { opt->grad_accum = 1; }
         opt->tokens_per_step = options_product("batch-size x seq-len x ranks x grad-accum", micro, opt->grad_accum);
         return;
@@ -693,6 +696,12 @@ static inline void options_resolve_accumulation(Options* opt, int64_t num_ranks)
     opt->grad_accum = wanted / micro;
 }
 
+// What the run will have seen at its end: all of its steps are of one size, but for those before it was resumed.
+static inline int64_t options_total_tokens(const Options* opt) {
+    int64_t left = opt->steps > opt->done_steps ? opt->steps - opt->done_steps : 0;
+    return opt->done_tokens + left * opt->tokens_per_step;
+}
+
 // Fills what depends on other options and on the number of ranks: grad_accum and tokens_per_step, steps and tokens,
 // warmup_steps, min_lr. After it none of them is -1. Steps and tokens count from the beginning of a run that is resumed,
 // of whatever size its steps have been. Fatal on contradictions.
@@ -708,9 +717,8 @@ static inline void options_resolve(Options* opt, int num_ranks) {
     if ((double)opt->steps * (double)opt->tokens_per_step > 9e18) {
         fatal("--steps %lld are beyond 9e18 tokens", (long long)opt->steps);
     }
-    int64_t left = opt->steps > opt->done_steps ? opt->steps - opt->done_steps : 0;
-    opt->tokens = opt->done_tokens + left * opt->tokens_per_step;
-    if (opt->warmup_steps < 0) { opt->warmup_steps = opt->steps / 50; }
+    if (!options_given(opt, "tokens")) { opt->tokens = options_total_tokens(opt); }
+    if (opt->warmup_steps < 0) { opt->warmup_steps = options_total_tokens(opt) / opt->tokens_per_step / 50; }
     if (opt->min_lr < 0) { opt->min_lr = opt->lr / 10; }
     if (opt->min_lr > opt->lr) { fatal("--min-lr %g is above --lr %g", opt->min_lr, opt->lr); }
 }
@@ -800,17 +808,40 @@ static inline bool option_displaced(const bool* on_command_line, const OptionRow
     return false;
 }
 
+// Takes an integer option from a checkpoint's options, whether it was given there or followed from others.
+static inline void option_take_number(Options* opt, const cJSON* json, const char* name) {
+    const cJSON* item = cJSON_GetObjectItemCaseSensitive(json, name);
+    char number[40];
+    int i = option_find(name);
+    if (!cJSON_IsNumber(item)) { return; }
+    snprintf(number, sizeof(number), "%.0f", item->valuedouble);
+    option_store(opt, &option_table[i], number);
+    opt->given[i] = opt->inherited[i] = true;
+}
+
 // A resumed run makes steps of as many tokens as before, with whatever B and number of ranks it has now: a tuned learning
 // rate belongs to them. --grad-accum or --tokens-per-step on the command line say otherwise; --batch has its own size.
 static inline void options_inherit_step(Options* opt, const cJSON* json) {
     int accum = option_find("grad-accum"), tokens = option_find("tokens-per-step");
     const cJSON* before = cJSON_GetObjectItemCaseSensitive(json, "tokens-per-step");
     bool told = (opt->given[accum] && !opt->inherited[accum]) || (opt->given[tokens] && !opt->inherited[tokens]);
-    if (told || opt->batch != NULL || !cJSON_IsNumber(before) || !(before->valuedouble >= 1 && before->valuedouble < 9e15)) { return; }
-    opt->tokens_per_step = (int64_t)before->valuedouble;
-    opt->given[tokens] = opt->inherited[tokens] = true;
-    opt->given[accum] = opt->inherited[accum] = false;
-    opt->grad_accum = -1;
+    bool of_a_batch = opt->batch != NULL || cJSON_IsString(cJSON_GetObjectItemCaseSensitive(json, "batch"));
+    bool known = cJSON_IsNumber(before) && before->valuedouble >= 1 && before->valuedouble < 9e15;
+    if (told) { return; }
+    opt->given[accum] = opt->inherited[accum] = opt->given[tokens] = opt->inherited[tokens] = false;
+    opt->grad_accum = opt->tokens_per_step = -1;
+    if (of_a_batch) { option_take_number(opt, json, "grad-accum"); }
+    else if (known && opt->done_steps > 0) { option_take_number(opt, json, "tokens-per-step"); }
+}
+
+// --val-steps counts batches; a resumed run validates on as many sequences as before, with whatever B it has now.
+static inline void options_inherit_validation(Options* opt, const cJSON* json) {
+    const cJSON* steps = cJSON_GetObjectItemCaseSensitive(json, "val-steps");
+    const cJSON* B = cJSON_GetObjectItemCaseSensitive(json, "batch-size");
+    int i = option_find("val-steps");
+    if ((opt->given[i] && !opt->inherited[i]) || !cJSON_IsNumber(steps) || !cJSON_IsNumber(B)) { return; }
+    double sequences = steps->valuedouble * B->valuedouble;
+    if (sequences >= 0 && sequences < 9e15) { opt->val_steps = (int64_t)ceil(sequences / (double)opt->batch_size); }
 }
 
 // For --resume: takes from a checkpoint's options (options_json; NULL is fine) what was given there and is not given
@@ -824,12 +855,14 @@ static inline void options_inherit(Options* opt, const cJSON* json) {
     static char* strings[OPTIONS_MAX]; // live as long as the program, as argv does
     bool on_command_line[OPTIONS_MAX];
     memcpy(on_command_line, opt->given, sizeof(on_command_line));
+    bool looks = opt->generate || opt->eval || opt->eval_choices; // at the model: no --batch file is read
     cJSON_ArrayForEach(name, given) {
         int i = cJSON_IsString(name) ? option_find(name->valuestring) : -1;
         if (i < 0 || on_command_line[i]) { continue; }
         const OptionRow* row = &option_table[i];
         if (!option_belongs_to_run(row) || !option_honoured(row, opt->program)) { continue; }
         if (option_displaced(on_command_line, row)) { continue; }
+        if (looks && (strcmp(row->name, "batch") == 0 || strcmp(row->name, "force-routing") == 0)) { continue; }
         if (strcmp(row->name, "precision") == 0 && !same_program) { continue; } // each trainer has its own
         const cJSON* item = cJSON_GetObjectItemCaseSensitive(json, row->name);
         char number[40];
@@ -844,7 +877,12 @@ static inline void options_inherit(Options* opt, const cJSON* json) {
         option_store(opt, row, strings[i]);
         opt->given[i] = opt->inherited[i] = true;
     }
+    if (looks && cJSON_IsString(cJSON_GetObjectItemCaseSensitive(json, "batch"))) { // the sizes were the file's
+        if (!on_command_line[option_find("batch-size")]) { option_take_number(opt, json, "batch-size"); }
+        if (!on_command_line[option_find("seq-len")]) { option_take_number(opt, json, "seq-len"); }
+    }
     options_inherit_step(opt, json);
+    options_inherit_validation(opt, json);
 }
 
 #endif // LLMC_CLI_H

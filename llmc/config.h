@@ -77,6 +77,14 @@ static inline bool config_preset(MoEConfig* config, const char* name) {
     return true;
 }
 
+// The same model with another vocabulary. Special tokens that it has not are none then: run.h takes the data's.
+static inline void config_set_vocab_size(MoEConfig* config, int vocab_size) {
+    config->vocab_size = vocab_size;
+    if (config->bos_token_id >= vocab_size) { config->bos_token_id = -1; }
+    if (config->eos_token_id >= vocab_size) { config->eos_token_id = -1; }
+    if (config->pad_token_id >= vocab_size) { config->pad_token_id = -1; }
+}
+
 // ----------------------------------------------------------------------------
 // checks that need no file
 

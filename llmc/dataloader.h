@@ -190,14 +190,15 @@ static inline void shard_check_vocab(DataLoader* l, Shard* s) {
     if (vocab_size > l->vocab_size) { l->vocab_size = vocab_size; }
     s->vouched = vocab_size > 0 && vocab_size <= model;
     if (s->vouched || model <= 0) { return; }
+    if (vocab_size > model) {
+        fatal("%s was made with a tokenizer of %d tokens, but the model's vocabulary has %d (a fresh --model or --config takes "
+              "--vocab-size %d)", s->path, vocab_size, model, vocab_size);
+    }
     for (uint64_t i = 0; i < s->num_tokens; i++) { // the whole file, once: better now than after hours of training
         if (shard_token(s, i) >= (uint32_t)model) {
             shard_bad_token(s, i, model, l->error, sizeof(l->error));
             fatal("%s", l->error);
         }
-    }
-    if (vocab_size > model) { // its ids fit by chance; the next shard's may not, and no sample could be trusted
-        fatal("%s was made with a tokenizer of %d tokens, but the model's vocabulary has %d", s->path, vocab_size, model);
     }
 }
 
@@ -240,6 +241,7 @@ static inline uint64_t documents_of_file(DataLoader* l, size_t* room, const unsi
                                          uint64_t num_tokens) {
     if (size == 0) { return num_tokens; }
     const unsigned char* end = p + size;
+    if (size >= 3 && memcmp(p, "\xEF\xBB\xBF", 3) == 0) { p += 3; } // a byte-order mark is no text
     while (p < end) {
         const unsigned char* cut = find_eot_text(p, end);
         const unsigned char* first = p;
@@ -306,7 +308,8 @@ static inline void text_open(DataLoader* l, const glob_t* files) {
     l->eot_id = tok->eot_id >= 0 ? tok->eot_id : l->opt.eot_id;
     if (l->eot_id < 0) { fatal("--tokenize inline: neither the tokenizer nor the model says which token opens a document"); }
     if (l->opt.vocab_size > 0 && tok->vocab_size > l->opt.vocab_size) {
-        fatal("the tokenizer has %d tokens, but the model's vocabulary only %d", tok->vocab_size, l->opt.vocab_size);
+        fatal("the tokenizer has %d tokens, but the model's vocabulary only %d (a fresh --model or --config takes --vocab-size %d)",
+              tok->vocab_size, l->opt.vocab_size, tok->vocab_size);
     }
     l->num_text_maps = files->gl_pathc;
     l->text_maps = (unsigned char**)callocCheck(files->gl_pathc, sizeof(unsigned char*));
@@ -316,11 +319,15 @@ static inline void text_open(DataLoader* l, const glob_t* files) {
     size_t room = 0;
     for (size_t i = 0; i < files->gl_pathc; i++) {
         size_t size;
-        unsigned char* map = map_file(files->gl_pathv[i], &size);
+        const char *path = files->gl_pathv[i], *end = strrchr(path, '.');
+        if (end != NULL && (strcmp(end, ".jsonl") == 0 || strcmp(end, ".parquet") == 0 || strcmp(end, ".gz") == 0)) {
+            fatal("--tokenize inline reads plain text, not %s: make shards of it with prepro/text.py", path);
+        }
+        unsigned char* map = map_file(path, &size);
         size_t invalid = utf8_first_invalid((const char*)map, size);
         if (invalid < size) {
             fatal("%s is not UTF-8 text (byte offset %zu); make shards of it with prepro/text.py --encoding ..., and "
-                  "drop --tokenize inline", files->gl_pathv[i], invalid);
+                  "say --tokenize ahead", path, invalid);
         }
         l->text_maps[i] = map;
         l->text_map_sizes[i] = size;
@@ -337,8 +344,8 @@ static inline void text_open(DataLoader* l, const glob_t* files) {
 // ----------------------------------------------------------------------------
 // the order of sequences when training. Position p counts sequences over all ranks since the start of training: epoch p /
 // num_sequences, place p % num_sequences. A microbatch takes B * num_ranks places, rank r the r-th B of them. Where
-// fewer are left in an epoch, they are skipped. So neither the order nor a saved position depends on the number of
-// ranks or on B.
+// fewer are left in an epoch, they are skipped. So but for these few neither the order nor a
+// saved position depends on the number of ranks or on B.
 
 static inline uint64_t dataloader_count_sequences(const DataLoader* l, uint64_t T) {
     uint64_t n = 0;
@@ -371,7 +378,7 @@ static inline void dataloader_check_size(const DataLoader* l) {
     }
     unsigned long long tokens = l->total_tokens, sequences = l->num_sequences, need = rows, largest_T = low;
     unsigned long long largest_B = l->num_sequences / (uint64_t)l->opt.num_ranks;
-    char advice[160] = "no --seq-len fits such a batch";
+    char advice[160] = "no --seq-len fits";
     if (largest_T > 0) { snprintf(advice, sizeof(advice), "at most --seq-len %llu fits", largest_T); }
     if (largest_B > 0 && largest_T > 0) {
         snprintf(advice, sizeof(advice), "at most --batch-size %llu or --seq-len %llu fits", largest_B, largest_T);
@@ -621,7 +628,7 @@ static inline void dataloader_open(DataLoader* l, const DataLoaderOptions* opt) 
     glob_t files;
     int status = glob(opt->pattern, GLOB_ERR, NULL, &files); // sorted by name
     if (status != 0 || files.gl_pathc == 0) {
-        bool unreadable = status != 0 && status != GLOB_NOMATCH;
+        bool unreadable = status == GLOB_ABORTED && errno != ENOENT;
         fatal("no file matches '%s'%s", opt->pattern, unreadable ? ": a folder on the way cannot be read" : "");
     }
     l->shards = (Shard*)callocCheck(files.gl_pathc, sizeof(Shard));

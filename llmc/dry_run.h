@@ -41,7 +41,7 @@ static inline void dry_run_counts(const Run* run) {
            run->table.num_active, run->table.num_matmul_active);
     printf("FLOP         %.4g a token (forward and backward, T = %lld), %.4g a step of %lld tokens, %.4g for all %lld "
            "steps\n", flops, (long long)opt->seq_len, flops * (double)opt->tokens_per_step,
-           (long long)opt->tokens_per_step, flops * (double)opt->tokens, (long long)opt->steps);
+           (long long)opt->tokens_per_step, flops * (double)options_total_tokens(opt), (long long)opt->steps);
 }
 
 typedef struct { const char* name; size_t bytes; } MemoryRow; // a family of arrays; a table ends with name NULL

@@ -11,6 +11,7 @@
 #include "cli.h"
 #include "config_json.h"
 #include "dataloader.h"
+#include "schedule.h"
 #include "text.h"
 
 typedef struct {
@@ -23,7 +24,7 @@ typedef struct {
     bool has_tokenizer, has_train, has_val, has_batch, has_choices, samples, trains;
     int eot;                  // the token that opens a document, -1: unknown
     DataLoader train, val;    // --train-data, --val-data
-    uint64_t data_hash;       // fingerprint of --train-data
+    uint64_t data_hash, val_hash; // fingerprints of --train-data and --val-data
     BatchFile batch;          // --batch
     Choices choices;          // --eval-choices
     Prompt prompt;            // if the run samples
@@ -33,6 +34,17 @@ typedef struct {
     void* (*allocate)(size_t bytes); // set between run_open_model and run_open_files: where batches live. NULL: malloc
     void (*release)(void* p);
 } Run;
+
+// The model is the checkpoint's. A command that is used again with --resume may name it as before, but no other.
+static inline void run_check_same_model(const Run* run) {
+    const char* names[] = {"model", "init", "config"};
+    const char* now[] = {run->opt.model, run->opt.init, run->opt.config};
+    for (int i = 0; i < 3; i++) {
+        const char* then = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(run->state.options, names[i]));
+        if (now[i] == NULL || (then != NULL && strcmp(then, now[i]) == 0)) { continue; }
+        fatal("--resume goes on with the model of %s, which was not made with --%s %s: leave that out", run->resume, names[i], now[i]);
+    }
+}
 
 // The checkpoint to resume, and what its run was started with and this command does not say anew.
 static inline void run_find_checkpoint(Run* run) {
@@ -46,6 +58,7 @@ static inline void run_find_checkpoint(Run* run) {
     free(state);
     if (run->resume == NULL) { fatal("--resume: there is no complete checkpoint in %s", where); }
     checkpoint_state_read(run->resume, &run->state);
+    run_check_same_model(run);
     opt->done_steps = run->state.step;
     opt->done_tokens = (int64_t)run->state.tokens;
     options_inherit(opt, run->state.options);
@@ -62,6 +75,7 @@ static inline void run_read_config(Run* run, int num_ranks) {
     if (path == NULL && !config_preset(&run->config, opt->model)) {
         fatal("--model %s: there is no such preset; there are %s", opt->model, config_preset_names());
     }
+    if (opt->vocab_size > 0) { config_set_vocab_size(&run->config, (int)opt->vocab_size); }
     if (!config_check(&run->config, err, sizeof(err))) { fatal("%s", err); }
     if (opt->aux_loss_coef < 0) { // where a config.json does not ask for the balance loss it is off, in a preset it is on
         bool on = path == NULL || run->config.output_router_logits;
@@ -81,9 +95,15 @@ static inline void run_read_config(Run* run, int num_ranks) {
         printf("resume      a step is %lld tokens from now on, it was %.0f until now\n", (long long)opt->tokens_per_step,
                before->valuedouble);
     }
+    const char* metrics = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(run->state.options, "metrics"));
+    if (metrics != NULL && opt->metrics == NULL) {
+        printf("resume      metrics are not written: until now they were, and --metrics %s goes on with them\n", metrics);
+    }
     if (!opt->dry_run && run->state.step >= opt->steps) {
-        fatal("%s has done %lld steps already, and --steps is %lld: raise it to go on", run->resume,
-              (long long)run->state.step, (long long)opt->steps);
+        bool counts_tokens = options_given(opt, "tokens");
+        fatal("%s has done %lld steps (%lld tokens) already, and --%s is %lld: raise it to go on", run->resume,
+              (long long)run->state.step, (long long)run->state.tokens, counts_tokens ? "tokens" : "steps",
+              (long long)(counts_tokens ? opt->tokens : opt->steps));
     }
 }
 
@@ -159,12 +179,46 @@ static inline void run_open_data(Run* run, DataLoader* loader, const char* optio
            (long long)run->opt.seq_len);
 }
 
+// All tokens are of one tokenizer, as far as files say which: the headers of shards, the tokenizer.json beside them or
+// beside the model. (Sizes and ends of text are compared; a model's vocabulary may be larger.)
+static inline void run_check_tokenizers(const Run* run) {
+    const DataLoader *a = run->has_train ? &run->train : NULL, *b = run->has_val ? &run->val : NULL;
+    if (a != NULL && b != NULL && a->vocab_size > 0 && b->vocab_size > 0 &&
+        (a->vocab_size != b->vocab_size || a->eot_id != b->eot_id)) {
+        fatal("--train-data was made with a tokenizer of %d tokens (end of text %d), --val-data with one of %d (%d): they have to be "
+              "the same", a->vocab_size, a->eot_id, b->vocab_size, b->eot_id);
+    }
+    const DataLoader* data = a != NULL ? a : b;
+    int size = data != NULL ? data->vocab_size : run->has_choices ? run->choices.vocab_size : 0;
+    if (size > 0 && run->has_tokenizer && run->tokenizer_path != NULL && size != tokenizer_vocab_size(&run->tokenizer)) {
+        fatal("%s was made with a tokenizer of %d tokens, but %s has %d: make it anew with that one (--tokenizer of prepro)",
+              data != NULL ? data->opt.pattern : run->opt.eval_choices, size, run->tokenizer_path, tokenizer_vocab_size(&run->tokenizer));
+    }
+}
+
+// A fresh model's documents end as those of its data do, whatever its config.json says.
+static inline void run_adopt_eot(Run* run) {
+    int eot = dataloader_eot_id(&run->train);
+    if (run->opt.init != NULL || run->resume != NULL || eot < 0 || eot == run->config.eos_token_id) { return; }
+    printf("model       eos_token_id is %d, as in --train-data (the config says %d)\n", eot, run->config.eos_token_id);
+    run->config.eos_token_id = run->config.bos_token_id = run->eot = eot;
+}
+
 // A resumed run goes on with the data it had: at the very sequence where it stopped.
 static inline void run_seek_data(Run* run) {
     uint64_t now = dataloader_total_tokens(&run->train), then = run->state.data_tokens;
     if (then != 0 && now != then) {
         fatal("--resume: the checkpoint was trained on %llu tokens of data, --train-data has %llu: its place in other data "
               "means nothing (start anew with --init %s)", (unsigned long long)then, (unsigned long long)now, run->resume);
+    }
+    const cJSON* T = cJSON_GetObjectItemCaseSensitive(run->state.options, "seq-len");
+    if (then != 0 && cJSON_IsNumber(T) && T->valuedouble != (double)run->opt.seq_len) {
+        fatal("--resume: the checkpoint's place in the data counts sequences of %.0f tokens, --seq-len is %lld (start anew with "
+              "--init %s)", T->valuedouble, (long long)run->opt.seq_len, run->resume);
+    }
+    if (then != 0 && run->state.seed != (uint64_t)run->opt.seed) {
+        fatal("--resume: the checkpoint's place is in the order of --seed %llu, not of %lld (start anew with --init %s)",
+              (unsigned long long)run->state.seed, (long long)run->opt.seed, run->resume);
     }
     if (then != 0 && run->data_hash != run->state.data_hash) {
         fatal("--resume: --train-data has as many tokens as what the checkpoint was trained on, but it is other data: its "
@@ -215,11 +269,16 @@ static inline void run_open_files(Run* run, int rank, int num_ranks) {
     if (run->has_train) {
         run_open_data(run, &run->train, "train-data", opt->train_data, rank, num_ranks);
         run->data_hash = dataloader_fingerprint(&run->train);
+        run_adopt_eot(run);
     }
-    if (run->has_val) { run_open_data(run, &run->val, "val-data", opt->val_data, rank, num_ranks); }
+    if (run->has_val) {
+        run_open_data(run, &run->val, "val-data", opt->val_data, rank, num_ranks);
+        run->val_hash = dataloader_fingerprint(&run->val);
+    }
     if (run->has_choices) {
         choices_open(&run->choices, opt->eval_choices, (size_t)opt->seq_len, run->config.vocab_size);
     }
+    run_check_tokenizers(run);
     if (run->has_train && run->resume != NULL) { run_seek_data(run); }
     if (run->samples) {
         run->prompt = prompt_read(opt->prompt, run->has_tokenizer ? &run->tokenizer : NULL, run->eot, &run->config);
@@ -229,6 +288,13 @@ static inline void run_open_files(Run* run, int rank, int num_ranks) {
         }
     }
     if (opt->out != NULL && run->trains && rank == 0) { run_open_out(run); }
+}
+
+// The rate of the step that follows `tokens` tokens. The schedule runs over the tokens, counted in steps of today's size:
+// so it goes on where it was if a resumed run makes larger or smaller ones.
+static inline double schedule_rate(const Options* opt, uint64_t tokens) {
+    int64_t steps = options_total_tokens(opt) / opt->tokens_per_step, step = (int64_t)tokens / opt->tokens_per_step;
+    return learning_rate(opt->schedule, step, opt->warmup_steps, steps, opt->lr, opt->min_lr);
 }
 
 // After each save: the tokenizer's files are those of the newest checkpoint now. Where they came from may be an older
@@ -244,7 +310,8 @@ static inline void run_saved(Run* run, int64_t step) {
 static inline uint64_t run_val_sequences(const Run* run) {
     const Options* opt = &run->opt;
     uint64_t all = dataloader_num_sequences(&run->val), steps = (uint64_t)opt->val_steps, B = (uint64_t)opt->batch_size;
-    bool takes_all = steps == 0 || (opt->eval && !options_given(opt, "val-steps"));
+    int row = option_find("val-steps");
+    bool takes_all = steps == 0 || (opt->eval && (!opt->given[row] || opt->inherited[row]));
     return takes_all || steps > all / B ? all : steps * B;
 }
 

@@ -132,7 +132,7 @@ class TextFile(FileSource):
         """The file's text in UTF-8, chunk by chunk; Error with the byte's place where it is not in the encoding."""
         encoding, path = self.options.encoding, self.name
         decoder = codecs.getincrementaldecoder(encoding)(self.options.errors)
-        begin = 0  # of the chunk in the file
+        begin, fresh = 0, True  # of the chunk in the file; nothing has been decoded yet
         for chunk in itertools.chain(self._read(CHUNK), [b""]):
             held = len(decoder.getstate()[0])  # bytes of an unfinished character from before
             try:
@@ -145,7 +145,8 @@ class TextFile(FileSource):
             if "\0" in text:
                 raise Error(f"{path} contains zero bytes; if it is not text, leave it out with --skip")
             if text:
-                yield text.encode("utf-8", "replace")
+                yield (text.removeprefix("\ufeff") if fresh else text).encode("utf-8", "replace")
+                fresh = False
             begin += len(chunk)
 
 

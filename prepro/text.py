@@ -493,6 +493,9 @@ def convert(args):
         f"{val.documents} to validate ({val.tokens} tokens); {tokenizer.name}: "
         f"{(train.tokens + val.tokens) / (train.bytes + val.bytes):.4f} tokens a byte"
     )
+    share = val.bytes / (train.bytes + val.bytes)
+    if not args.val_files and not args.val_split and share > 0.1 + 2 * args.val_fraction:
+        print(f"{args.out}: {share:.0%} of the text is for validation, because whole documents are: cut them with --document-separator, or name --val-files")
     return 0
 
 

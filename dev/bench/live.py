@@ -46,7 +46,7 @@ class Tail:
             self.rows.append(row)
         self.offset += whole
         if self.offset != before:
-            self.changed = time.time()
+            self.changed = os.path.getmtime(self.path)
         return self.offset != before
 
     def at_line_end(self, file):

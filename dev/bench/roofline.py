@@ -128,7 +128,10 @@ def shape_of(model):
 def shape_of_config(c):
     """The shape of what a config.json holds."""
     heads, layers = c["num_attention_heads"], c["num_hidden_layers"]
-    every, without = c.get("decoder_sparse_step", 1), c.get("mlp_only_layers") or ()
+    every, without = c.get("decoder_sparse_step"), c.get("mlp_only_layers") or ()
+    every = 1 if every is None else every
+    if every < 1 or any(not 0 <= l < layers for l in without):
+        raise ValueError(f"decoder_sparse_step {every}, mlp_only_layers {list(without)}")
     dense = tuple(l for l in range(layers) if l in without or (l + 1) % every != 0)
     return Shape(c["vocab_size"], c["hidden_size"], layers, heads, c.get("num_key_value_heads") or heads,
                  c.get("head_dim") or c["hidden_size"] // heads, c["num_experts"], c["num_experts_per_tok"],

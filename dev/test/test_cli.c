@@ -242,7 +242,7 @@ static void what_is_missing_is_asked_for(void) {
 static void lengths_follow_from_each_other(void) {
     resolve("-b 6 -t 4096 --tokens-per-step 983040 --tokens 10B", 4);
     CHECK(opt.grad_accum == 10 && opt.tokens_per_step == 983040);
-    CHECK(opt.steps == 10173 && opt.tokens == (int64_t)10173 * 983040); // rounded up: 10B are 10172.5 steps
+    CHECK(opt.steps == 10173 && opt.tokens == 10000000000 && options_total_tokens(&opt) == (int64_t)10173 * 983040); // 10172.5 steps
     CHECK(opt.warmup_steps == 203);
     resolve("-b 2 -t 8 --grad-accum 3 --steps 7 --lr 1 --warmup-steps 0", 1);
     CHECK(opt.tokens_per_step == 48 && opt.tokens == 336 && opt.warmup_steps == 0 && opt.min_lr == 0.1);
@@ -364,24 +364,38 @@ static void a_resumed_run_keeps_its_tokens_a_step_and_its_length(void) { // D13,
     cJSON* saved = options_json(&opt);
     CHECK(opt.tokens_per_step == 1024 && opt.steps == 98);
     const struct { const char* more; int ranks, grad_accum; } splits[] = {
-        {"", 1, 4}, {"", 2, 2}, {"", 4, 1}, {"--batch-size 2", 1, 8}, {"--batch-size 16", 1, 1}, {"--batch-size 1 --seq-len 32", 8, 4}};
+        {"", 1, 4}, {"", 2, 2}, {"", 4, 1}, {"--batch-size 2", 1, 8}, {"--batch-size 16", 1, 1}, {"--batch-size 1", 8, 2}};
     for (size_t i = 0; i < sizeof(splits) / sizeof(splits[0]); i++) {
         char text[200];
         snprintf(text, sizeof(text), "--resume --out o %s", splits[i].more);
         resume(text, splits[i].ranks, 50, saved);
         CHECK(opt.tokens_per_step == 1024 && opt.grad_accum == splits[i].grad_accum);
-        CHECK(opt.steps == 98 && opt.tokens == 98 * 1024);
+        CHECK(opt.steps == 98 && opt.tokens == 100000 && options_total_tokens(&opt) == 98 * 1024);
+        CHECK(opt.val_steps == (20 * 4 + opt.batch_size - 1) / opt.batch_size);
     }
     resume("--resume --out o --grad-accum 1", 1, 50, saved); // asked for: the tokens that are left, in smaller steps
-    CHECK(opt.tokens_per_step == 256 && opt.steps == 50 + 48 * 4 && opt.tokens == 98 * 1024);
+    CHECK(opt.tokens_per_step == 256 && opt.steps == 50 + 191 && opt.tokens == 100000);
     resume("--resume --out o --tokens-per-step 2048", 1, 50, saved);
     CHECK(opt.grad_accum == 8 && opt.steps == 50 + 24);
     resume("--resume --out o --tokens 10K", 1, 50, saved); // less than is done
     CHECK(opt.steps == 50);
     parse_cpu("--resume --out o --batch-size 3");
+    opt.done_steps = 50;
     options_inherit(&opt, saved);
     EXPECT_FATAL(options_resolve(&opt, 1), "--tokens-per-step 1024, as before --resume, is not a multiple of B x T x ranks = 3 x 64 x 1 = 192");
     resume("--resume --out o --batch-size 3 --generate 5", 1, 50, saved); // makes no steps
+    resume("--resume --out o --batch-size 3", 1, 0, saved);              // made none
+    CHECK(opt.tokens_per_step == 192);
+    resume("--resume --out o --batch b", 1, 50, saved);                   // the file has its own size
+    CHECK(opt.grad_accum == 4);
+    cJSON_Delete(saved);
+    parse_cpu("--model demo --batch b --grad-accum 2");
+    options_resolve(&opt, 1);
+    saved = options_json(&opt);
+    resume("--resume --out o --train-data x --batch-size 3 --seq-len 5", 1, 2, saved);
+    CHECK(opt.grad_accum == 2 && opt.tokens_per_step == 30 && opt.batch == NULL);
+    resume("--resume --out o --generate 5", 1, 2, saved);
+    CHECK(opt.batch == NULL && opt.batch_size == 8 && opt.seq_len == 256); // as the file's were, here the defaults
     cJSON_Delete(saved);
 }
 

@@ -518,7 +518,8 @@ static void vocabulary_of_the_model_may_be_equal_or_larger_but_not_smaller(void)
         o.vocab_size = 128; // a padded embedding
         open_and_close(o);
         o.vocab_size = 99;
-        EXPECT_FATAL(open_and_close(o), "token 20 (byte offset 1104) has id 99");
+        EXPECT_FATAL(open_and_close(o), named ? "tokenizer of 100 tokens, but the model's vocabulary has 99 (a fresh --model or --config "
+                                                "takes --vocab-size 100)" : "token 20 (byte offset 1104) has id 99");
         o.vocab_size = 0; // unknown
         open_and_close(o);
         free(path);

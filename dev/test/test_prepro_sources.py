@@ -100,6 +100,28 @@ def every_kind_of_file_gives_the_same_shards():
 
 
 @test
+def a_byte_order_mark_is_no_text():  # neither here nor where a trainer tokenizes
+    documents = some_documents(9)
+    plain, marked = as_text(folder("plain/a.txt"), documents), as_text(folder("marked/a.txt"), documents)
+    write(marked, b"\xef\xbb\xbf" + read(marked))
+    for path, out in ((plain, "a"), (marked, "b")):
+        run([*TEXT, "--out", folder(out), "--val-fraction", 0, path])
+    check_same_shards(folder("a"), folder("b"), "marked")
+    train = [os.path.join(ROOT, "train_moe_cpu"), "--model", "tiny", "--batch-size", 1, "--seq-len", 16, "--steps", 3, "--metrics"]
+    run([*train, folder("a.jsonl"), "--train-data", folder("a") + "/train_*.bin"])
+    run([*train, folder("b.jsonl"), "--tokenize", "inline", "--train-data", marked])
+    loss = [[json.loads(line)["loss"] for line in read(folder(n)).splitlines()] for n in ("a.jsonl", "b.jsonl")]
+    check(loss[0] == loss[1] and len(loss[0]) == 3, f"{loss}")
+
+
+@test
+def text_that_is_mostly_for_validation_is_said():
+    write(folder("a.txt"), "short"), write(folder("b.txt"), "long " * 1000)
+    said = [run([*TEXT, "--out", folder(f"out{seed}"), "--seed", seed, folder("a.txt"), folder("b.txt")]).out for seed in range(8)]
+    check({"is for validation" in s for s in said} == {True, False}, f"{said}")
+
+
+@test
 def a_dataset_gives_the_same_shards_as_files():
     documents, validation = some_documents(300), some_documents(40, seed=2)
     dataset(folder("in"), documents, validation)

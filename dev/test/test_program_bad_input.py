@@ -82,7 +82,7 @@ row("data_that_counts_below_zero", data(count=-5), "-5 tokens")
 row("data_token_beyond_the_vocabulary", data(tokens=TOKENS[:50] + [257] + TOKENS[50:], vocab_size=0),
     "bad.bin: token 50 (byte offset 1224) has id 257", "ends at 256")
 row("data_token_of_32_bits", data(tokens=TOKENS[:50] + [4294967295] + TOKENS[50:], vocab_size=0), "token 50", "id 4294967295")
-row("data_of_a_larger_tokenizer", data(tokens=TOKENS + [151642], vocab_size=151936, eot=151643), "id 151642", "another tokenizer")
+row("data_of_a_larger_tokenizer", data(tokens=TOKENS + [151642], vocab_size=151936, eot=151643), "tokenizer of 151936 tokens", "--vocab-size 151936")
 row("data_with_an_eot_beyond_its_own_vocabulary", data(eot=300), "header is damaged")
 row("data_16_bit_and_odd_in_length", lambda: [*TINY, "--train-data", cut(shard(folder("w.bin"), TOKENS, magic=20240520, version=1,
                                                                               dtype=np.uint16), 1024 + 31)], "its header says")
@@ -93,6 +93,7 @@ row("validation_data_shorter_than_a_sequence", lambda: [*RUN, "--val-data", shar
 row("validation_data_missing", [*RUN, "--val-data", HOME + "/no.bin"], "no file matches")
 row("text_that_is_not_utf8", lambda: [*TINY, "--tokenize", "inline", "--train-data", write(folder("bad.txt"), b"abc\xff" * 99)],
     "bad.txt is not UTF-8", "byte offset 3", "--encoding")
+row("text_that_is_jsonl", lambda: [*TINY, "--tokenize", "inline", "--train-data", write(folder("bad.jsonl"), '{"text": "x"}\n')], "bad.jsonl", "prepro/text.py")
 row("text_without_a_document", lambda: [*TINY, "--tokenize", "inline", "--train-data", write(folder("bad.txt"), "\n<|endoftext|>\n")],
     "no text in")
 row("doc_mask_without_an_eot", lambda: ["--config", config(eos_token_id=None, bos_token_id=None), *TINY[2:], "--doc-mask",
@@ -382,7 +383,7 @@ row("out_with_checkpoints", [*RUN, "--out", CHECKPOINTS], "holds checkpoints up 
 row("resume_with_nothing_there", ["--resume", "--out", HOME + "/nothing"], "--resume: there is no complete checkpoint")
 row("resume_of_nothing", ["--resume", HOME + "/nothing"], "there is no complete checkpoint in")
 row("resume_without_saying_which", ["--resume"], "--resume without a folder", "--out")
-row("resume_when_all_is_done", ["--resume", "--out", CHECKPOINTS], "has done 2 steps already", "--steps")
+row("resume_when_all_is_done", ["--resume", "--out", CHECKPOINTS], "has done 2 steps (32 tokens) already", "--steps")
 row("resume_with_another_model", lambda: ["--resume", other_sizes(), "--steps", 5], "config.json")
 row("metrics_in_no_folder", [*RUN, "--metrics", HOME + "/no/m.jsonl"], "--metrics: cannot open", "No such file")
 row("metrics_over_another_file", [*RUN, "--metrics", FOREIGN], "letter.txt is not empty and no metrics file")

@@ -241,6 +241,44 @@ def validation_does_not_depend_on_batches_or_ranks():  # D16: also where the las
     check("over 6 sequences" in some[0] and len(set(some)) == 1, f"{some}")
 
 
+@test
+def eval_takes_all_whatever_training_validated_on():
+    val = shard(folder("data/val.bin"), tokens_of(text_of(20, seed=7))[:13 * 32 + 5])
+    data = ["--train-data", shard(folder("data/train.bin"), tokens_of(text_of(20))), "--val-data", val, "--batch-size", 4, "--seq-len", 32]
+    run([PROGRAM, "--model", "tiny", *data, "--steps", 1, "--val-steps", 1, "--out", folder("out")])
+    check("over 13 sequences" in run([PROGRAM, "--resume", step_folder(folder("out"), 1), "--eval"]).out, "not all of them")
+
+
+# ----------------------------------------------------------------------------
+# tokenizers that do not belong together
+
+
+@test
+def tokens_of_different_tokenizers_are_refused():
+    m = model()  # with a tokenizer of bytes beside it
+    tokens = tokens_of(text_of(40, seed=2))
+    other, same = shard(folder("data/other.bin"), tokens, vocab_size=300, eot=256), shard(folder("data/same.bin"), tokens)
+    expect_error([PROGRAM, "--init", m, "--eval", "--val-data", other, "--seq-len", 32], "made with a tokenizer of 300 tokens", "vocabulary has 257")
+    smaller = shard(folder("data/smaller.bin"), [t % 200 for t in tokens], vocab_size=201, eot=200)
+    expect_error([PROGRAM, "--init", m, "--eval", "--val-data", smaller, "--seq-len", 32], "tokenizer of 201 tokens", "tokenizer.json has 257")
+    expect_error([PROGRAM, "--model", "tiny", "--train-data", same, "--val-data", smaller, "--seq-len", 32], "tokenizer of 257", "201", "the same")
+    write(folder("c.jsonl"), '{"format": "choices", "vocab_size": 201, "eot_id": 200, "questions": 1}\n'
+          '{"context": [1], "choices": [[2], [3, 4]], "bytes": [1, 2], "label": 1}\n')
+    expect_error([PROGRAM, "--init", m, "--eval-choices", folder("c.jsonl"), "--seq-len", 32], "c.jsonl", "201", "257")
+
+
+@test
+def a_fresh_model_takes_the_vocabulary_it_is_told_and_the_end_of_text_of_its_data():
+    tokens = [t if t != EOT else 3 for t in tokens_of(text_of(40, seed=2))]
+    data = shard(folder("data/train.bin"), tokens, vocab_size=300, eot=3)
+    expect_error([PROGRAM, "--model", "tiny", "--train-data", data, "--seq-len", 32], "--vocab-size 300")
+    r = run([PROGRAM, "--model", "tiny", "--vocab-size", 320, "--train-data", data, "--seq-len", 32, "--batch-size", 2, "--steps", 1, "--out", folder("out")])
+    check("eos_token_id is 3" in r.out, r.out)
+    saved = json.loads(read(step_folder(folder("out"), 1) + "/config.json"))
+    check(saved["vocab_size"] == 320 and saved["eos_token_id"] == saved["bos_token_id"] == 3, f"{saved}")
+    expect_error([PROGRAM, "--init", step_folder(folder("out"), 1), "--vocab-size", 400, "--generate", 1], "--vocab-size does nothing without --model or --config")
+
+
 # ----------------------------------------------------------------------------
 # bits per byte
 

@@ -105,7 +105,7 @@ def a_run_that_was_prolonged_is_the_longer_run():
     run([*TINY, *data, "--steps", 2, "--out", folder("part")])
     run([PROGRAM, "--resume", "--out", folder("part"), "--steps", 5])
     check_same_checkpoint(step_folder(folder("whole"), 5), step_folder(folder("part"), 5))
-    expect_error([PROGRAM, "--resume", "--out", folder("part")], "step_00000005 has done 5 steps already", "--steps")
+    expect_error([PROGRAM, "--resume", "--out", folder("part")], "step_00000005 has done 5 steps (160 tokens) already", "--steps is 5")
 
 
 @test
@@ -125,6 +125,44 @@ def another_batch_size_makes_the_same_steps():  # D13: as many tokens a step, as
     check("a step is 128 tokens from now on, it was 64 until now" in r.out, r.out)
     check(state_of(step_folder(folder("part"), 4))["tokens"] == str(2 * 64 + 2 * 128), f"{steps_in(folder('part'))}")
     expect_error([PROGRAM, "--resume", "--out", folder("part"), "--batch-size", 3, "--tokens", 1000], "as before --resume", "3 x 16 x 1")
+
+
+@cpu_test
+def steps_of_another_size_go_on_along_the_same_schedule():
+    data = ["--train-data", stories(), "--schedule", "cosine", "--tokens", 3000, "--aux-loss-coef", 0]
+    run([*TINY, *data, "--save-every", 20, "--out", folder("whole"), "--metrics", folder("whole.jsonl")])
+    cut_back(folder("whole"), folder("part"), 40)
+    run([PROGRAM, "--resume", "--out", folder("part"), "--grad-accum", 4, "--metrics", folder("part.jsonl")])
+    rate = {m["tokens"]: m["lr"] for m in metrics(folder("whole.jsonl"))}
+    for m in metrics(folder("part.jsonl"))[:-2]:
+        check_near(m["lr"], rate[m["tokens"] - 96], 0.03 * 1e-2, f"rate of the step that ends at {m['tokens']} tokens")
+    check([m["tokens"] for m in metrics(folder("part.jsonl"))][-1] == 3072, "3000 tokens are not the end")
+
+
+@test
+def what_a_resumed_run_cannot_change_is_refused():
+    out = folder("out")
+    run([*TINY, "--train-data", stories(), "--steps", 2, "--out", out, "--metrics", folder("m.jsonl")])
+    again = [PROGRAM, "--resume", "--out", out, "--steps", 3]
+    expect_error([*again, "--seq-len", 32, "--batch-size", 1], "sequences of 16 tokens", "--seq-len is 32")
+    expect_error([*again, "--seed", 7], "--seed 42", "7")
+    expect_error([*again, "--model", "demo"], "--model demo", "leave that out")
+    expect_error([*again, "--config", out], "--config", "leave that out")
+    expect_error([PROGRAM, "--resume", "--out", out, "--tokens", 50], "2 steps (64 tokens)", "--tokens is 50")
+    r = run([*again, "--model", "tiny"])  # the same command with --resume
+    check("--metrics " + folder("m.jsonl") in r.out, r.out)
+
+
+@test
+def a_checkpoint_of_a_batch_file_can_be_looked_at_without_it():
+    batch_file(folder("batch"), 3, 20)
+    val = shard(folder("data/val.bin"), tokens_of(text_of(20, seed=2)))
+    run([*TINY[:3], "--batch", folder("batch"), "--steps", 1, "--out", folder("out")])
+    os.remove(folder("batch"))
+    checkpoint = step_folder(folder("out"), 1)
+    check("sequences of 20" in run([PROGRAM, "--resume", checkpoint, "--eval", "--val-data", val]).out, "not the file's length")
+    run([PROGRAM, "--resume", checkpoint, "--generate", 2])
+    run([PROGRAM, "--resume", checkpoint, "--train-data", stories(), "--batch-size", 4, "--seq-len", 16, "--steps", 2])
 
 
 @test
