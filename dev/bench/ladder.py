@@ -362,7 +362,8 @@ class Ladder:
             loss={"difference": difference if math.isfinite(difference) else None, "tolerance": self.trainer.tolerance, "agree": agree,
                   "before": old[0].losses, "after": new[0].losses}, ranks=config.ranks))
         self.say(f"  {rung.id:<10} {self.rows[-1]['ms_before']['median']:9.4g} -> {self.rows[-1]['ms']['median']:9.4g} ms a step  "
-                 f"{change_text(c.ratio, c.low, c.high):<28} {verdict:<14} ({rounds} x {steps} steps, loss {difference:.1e} apart)")
+                 f"{change_text(c.ratio, c.low, c.high):<28} {verdict:<14} ({rounds} x {steps} steps, loss {difference:.1e} apart)"
+                 + (f": {why}" if "cannot tell" in why else ""))
         after = {"config": config, "ms": self.rows[-1]["ms"]["median"], "overhead": trial.overhead, "first": trial, "hours": hours * c.ratio}
         if config.ranks > 1 and agree:
             self.several = after
@@ -499,7 +500,8 @@ def markdown(ladder):
             ms, note = row["ms"], f" ({row['why']})" if "cannot tell" in row["why"] or "computes something else" in row["why"] else ""
             cells = [f"{ms['median']:.4g} ({ms['low']:.4g} .. {ms['high']:.4g})" if ms else "",
                      change_text(row["ratio"], row["low"], row["high"]) if "ratio" in row else "",
-                     f"**{row['verdict']}**{note}" if row["verdict"] else "", f"{row['hours']:.4g}" if row["hours"] else ""]
+                     f"**{row['verdict']}**{note}" if row["verdict"] else "",
+                     f"{row['hours']:.4g}" if row["hours"] and row["verdict"] in (None, stats.KEEP) else ""]
         switches = "" if row["id"] == "start" else f"`{row['switches']}`"
         told = [f"{row['reference_hours']:.3g} h"] if row["reference_hours"] else []
         told += [row["reference"]] if row["reference"] not in ("", *told) else []

@@ -56,7 +56,7 @@ class Trace:
         except (OSError, UnicodeDecodeError) as error:
             fail(f"cannot read {path}: {getattr(error, 'strerror', None) or error}")
         except (ValueError, TypeError, KeyError):
-            fail(f"{path} is no trace of train_moe or train_moe_cpu (--trace FILE)")
+            fail(f"{path} is no trace of train_moe or train_moe_cpu (--trace FILE), or was cut")
         about = content.get("otherData") or {}
         self.path, self.content = path, content
         self.rank, self.clock_us, self.run = about.get("rank", 0), about.get("clock_us", 0.0), about.get("run")
@@ -327,7 +327,7 @@ def rate_of(block):
 
 def sentence(page):
     """(the headline as HTML, the line below it)"""
-    total = page["step_ms"]
+    total = page["step_ms"] - sum(b["ms"] for b in page["blocks"] if b["phase"] in NOT_TRAINING)
     if page["emulated"] and page["modelled"]:
         longest = page["blocks"][0]
         possible = sum(b["possible_ms"] or 0.0 for b in page["blocks"])
@@ -346,7 +346,7 @@ def sentence(page):
     share = f"{number(first['ms'])} of {number(total)} ms"
     if first["possible_ms"] > 0:
         rate = f" It reaches {rate_of(first)} and is bound by {first['bound']}." if first["bound"] else ""
-        says = (f"Attack {name} next: it takes {share} and could take {number(first['possible_ms'])}, which would make the "
+        says = (f"Attack {name} next: it takes {share} and could take {number(first['possible_ms'])}{page['on']}, which would make the "
                 f"step {percent(first['gain_ms'] / total)} shorter.{rate}")
     else:
         says = f"Attack {name} next: it takes {share}, and all of its {percent(first['gain_ms'] / total)} could be gained."
@@ -547,7 +547,7 @@ def draw_timeline(traces, step, width=1080):
 # the page
 
 KEY = """<span class="sample" style="background:linear-gradient(#fbded0 45%,#ea580c 45%)"></span> Area is time, colour is the phase; one
-column is one layer. The <b>full</b> colour at the bottom is the time it needs at least on this machine, the <b>pale</b> part above it could be gained."""
+column is one layer. The <b>full</b> colour at the bottom is the time it needs at least on {card}, the <b>pale</b> part above it could be gained."""
 KEY_EMULATED = "Area is time, colour is the phase; one column is one layer."
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -704,7 +704,7 @@ def build(traces, args):
     blocks = blocks_of(times, table, bounds, bool(run and is_emulated(run)))
     box = trace.steps[step]
     page = {"step": step, "step_ms": box["dur"] / 1e3, "modelled": bool(shape), "emulated": bool(run and is_emulated(run)),
-            "card": card.name if shape else None, "options": run["options"] if run else {}, "blocks": blocks}
+            "card": card.name if shape else None, "on": f" on {card.name}" if shape and args.card else "", "options": run["options"] if run else {}, "blocks": blocks}
     for b in blocks:
         b["tip"] = tip_of(b, page["step_ms"])
     if shape and not page["emulated"]:
@@ -712,7 +712,11 @@ def build(traces, args):
         if len(loose) > 1 + len(trace.steps) // 4:
             warnings.append(f"{len(loose)} of {len(trace.steps)} steps took more than twice as long as this one: the machine was busy with something else.")
     says, below = sentence(page)
-    lengths = sorted(e["dur"] / 1e3 for n, e in trace.steps.items() if n != min(trace.steps)) or [page["step_ms"]]
+    looked = [e for e in trace.events if e["tid"] == TRACK_HOST and e["name"] in NOT_TRAINING]
+    lengths = sorted((e["dur"] - sum(x["dur"] for x in looked if contains(e, x["ts"], x["ts"] + x["dur"]))) / 1e3
+                     for n, e in trace.steps.items() if n != min(trace.steps)) or [page["step_ms"]]
+    if len(trace.steps) == 1:
+        warnings.append("The trace has one step, and the first one pays for first touches of memory: trace ten.")
     which = f"step {step}" + (f" of {len(trace.steps)}; they took {number(lengths[0])} to {number(lengths[-1])} ms" if len(lengths) > 1 else "")
     model = ""
     if run:
@@ -726,7 +730,7 @@ def build(traces, args):
     text = PAGE.format(title=html.escape(" · ".join(part for part in (trace.program, which, model) if part)), says=says, below=below,
                        warnings="".join(f'<p class="warn">{w}</p>' for w in warnings), step_ms=number(page["step_ms"]), map=draw_map(page),
                        order="by what could be gained" if not page["emulated"] else "by what it could take on a real card",
-                       key=KEY_EMULATED if page["emulated"] or not shape else KEY, overlaps=overlap_words(trace, step), timeline=draw_timeline(traces, step), legend=legend, table=draw_table(page),
+                       key=KEY_EMULATED if page["emulated"] or not shape else KEY.format(card=html.escape(card.name) if args.card else "this machine"), overlaps=overlap_words(trace, step), timeline=draw_timeline(traces, step), legend=legend, table=draw_table(page),
                        notes=html.escape(" ".join(notes)), data=data)
     return page, text
 
