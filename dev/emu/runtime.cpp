@@ -140,6 +140,11 @@ static void copy_rows(const Rows& r) {
     }
 }
 
+static void note_pending(Op* op, const Rows& r) {      // the padding beside the rows stays free for the host
+    if (r.dpitch == r.width) return check_host_pending(op, r.dst, r.width * r.height);
+    for (size_t y = 0; y < r.height; y++) check_host_pending(op, (char*)r.dst + y * r.dpitch, r.width);
+}
+
 static cudaError_t copy(const char* call, Rows r, cudaMemcpyKind kind, cudaStream_t stream, bool async, void* pc) {
     if (!r.width || !r.height) return cudaSuccess;
     kind = infer(kind, r.dst, r.src);
@@ -165,7 +170,7 @@ static cudaError_t copy(const char* call, Rows r, cudaMemcpyKind kind, cudaStrea
     if (!op) return cudaErrorInvalidResourceHandle;
     op->skip_at_exit = pageable_dst;
     if (!async && kind != cudaMemcpyDeviceToDevice) wait_for(op);
-    else if (pageable_dst) check_host_pending(op.get(), r.dst, dbytes);
+    else if (pageable_dst) note_pending(op.get(), r);
     return cudaSuccess;
 }
 
