@@ -13,6 +13,11 @@
 #include <tuple>
 #include <type_traits>
 #define EMU 1
+#include <driver_types.h>
+// Declared before NVIDIA's cudaLaunchKernelEx, which calls it by its qualified name (translate.py drops its cast).
+template <class... A>
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, void (*k)(A...), void** args,
+                                const char* f = __builtin_FILE(), int l = __builtin_LINE());
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -74,6 +79,7 @@ EMU_HOOK inline void enter(Kernel& k) { if (entered != &k) enter_first(k, EMU_PC
 struct Closure { void (*call)(void*); std::shared_ptr<void> data; size_t size; };
 struct Config { dim3 grid, block; size_t smem; cudaStream_t stream; const char *name, *file; int line; };
 void launch(const Config& c, Closure closure);
+void check_attributes(const cudaLaunchConfig_t& c);
 struct Launch {
     Config c;
     Launch(const char* name, dim3 grid, dim3 block, size_t smem = 0, cudaStream_t stream = nullptr, EMU_AT)
