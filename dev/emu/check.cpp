@@ -8,11 +8,13 @@
 //  - the same thread makes them, or a barrier or __syncwarp of both lies between;
 //  - one thread fenced and then set a flag (an atomic or volatile store) which the other has seen;
 //  - they belong to different operations (kernels, copies, the host) which streams, events or waits put in order.
+#include <fcntl.h>
 #include <link.h>
 #include <malloc.h>
 #include <stdarg.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <map>
 #include <unordered_map>
@@ -71,6 +73,39 @@ static void add_variables(char* from, char* to, uint8_t state, const char* name)
     variables_high = std::max(variables_high, base + size);
 }
 
+// Address and size of every variable, from the program's own symbol table.
+static std::vector<std::pair<uintptr_t, size_t>> objects() {
+    std::vector<std::pair<uintptr_t, size_t>> all;
+    int fd = open("/proc/self/exe", O_RDONLY);
+    struct stat s;
+    if (fd < 0 || fstat(fd, &s)) return all;
+    char* file = (char*)mmap(nullptr, (size_t)s.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+    close(fd);
+    if (file == MAP_FAILED) return all;
+    auto* head = (const ElfW(Ehdr)*)file;
+    auto* section = (const ElfW(Shdr)*)(file + head->e_shoff);
+    for (int i = 0; i < head->e_shnum; i++) {
+        if (section[i].sh_type != SHT_SYMTAB) continue;
+        auto* symbol = (const ElfW(Sym)*)(file + section[i].sh_offset);
+        for (size_t k = 0; k < section[i].sh_size / sizeof *symbol; k++)
+            if ((symbol[k].st_info & 15) == STT_OBJECT) all.push_back({symbol[k].st_value, symbol[k].st_size});
+    }
+    munmap(file, (size_t)s.st_size);
+    return all;
+}
+
+// The section of device variables: what lies between them (emucc puts gaps there) belongs to nobody.
+static void add_section(char* from, char* to, uint8_t state, const char* name) {
+    static const auto all = objects();
+    int before = variables_used;
+    add_variables(from, to, state, name);
+    if (variables_used == before || all.empty()) return;
+    const Region& r = variables[before];
+    memset(r.state, 0, r.size);
+    for (auto& x : all)
+        if (x.first >= (uintptr_t)from && x.first < (uintptr_t)to) memset(r.state + (x.first - r.base), state, x.second);
+}
+
 __attribute__((constructor(101))) static void start() {
     for (size_t size = 64ull << 30; size >= 1ull << 30; size /= 2) {
         arena = {(uintptr_t)reserve<char>(size), size,  reserve<uint8_t>(size),
@@ -79,9 +114,9 @@ __attribute__((constructor(101))) static void start() {
     }
     if (!arena.base || !arena.cells) fatal("the checker cannot reserve its shadow memory (ulimit -v?)");
     split_pool = (Cell(*)[4])reserve<Cell>(1ull << 30);
-    add_variables(__start_emu_device, __stop_emu_device, ALLOCATED | INITIALISED, "__device__");
-    add_variables(__start_emu_constant, __stop_emu_constant, ALLOCATED | INITIALISED | CONSTANT, "__constant__");
-    add_variables(__start_emu_managed, __stop_emu_managed, ALLOCATED | INITIALISED | HOST_TOO, "managed");
+    add_section(__start_emu_device, __stop_emu_device, ALLOCATED | INITIALISED, "__device__");
+    add_section(__start_emu_constant, __stop_emu_constant, ALLOCATED | INITIALISED | CONSTANT, "__constant__");
+    add_section(__start_emu_managed, __stop_emu_managed, ALLOCATED | INITIALISED | HOST_TOO, "managed");
 }
 
 void* check_malloc(size_t n, MemoryKind kind) {
