@@ -1,5 +1,6 @@
-// The part of cooperative groups that kernels of one block need: the block, tiles of a warp, the active lanes. (Our own
-// kernels do not use them; published ones do.) A grid of up to 256 blocks can be synchronised.
+// The part of cooperative groups that kernels of one block need: the block, tiles of a warp, the active lanes, lanes
+// with the same label. (Our own kernels do not use them; published ones do.) A grid of up to 256 blocks can be
+// synchronised.
 #pragma once
 namespace cooperative_groups {
 
