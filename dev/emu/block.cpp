@@ -4,6 +4,7 @@
 // missing barrier would have protected really goes wrong.
 #include <omp.h>
 #include <sanitizer/asan_interface.h>                 // its macros do nothing without AddressSanitizer
+#include <string.h>
 #include <sys/mman.h>
 #include "internal.h"
 
@@ -233,7 +234,7 @@ static void mixed_operations(const Slot& s, const char* what, const char* f, int
 static Slot& find_slot(Warp& w, unsigned mask, const char* what, Done done, const char* f, int l, int lane) {
     for (unsigned busy = w.busy; busy; busy &= busy - 1) {
         Slot& s = w.slot[__builtin_ctz(busy)];
-        if (s.mask == mask && s.done == done) return s;
+        if (s.mask == mask && s.done == done && !strcmp(s.what, what)) return s;
         if (s.mask & mask) mixed_operations(s, what, f, l, mask, lane);
     }
     int i = __builtin_ctz(~w.busy);
@@ -688,6 +689,7 @@ static void run_blocks(Grid& g) {
 static Worker* this_worker() {
     if (!worker) {
         worker = new Worker();
+        bury(worker);                                  // never freed; a host thread that ends must not leak it
         fiber_main(&worker->main);
         watch_thread();
     }

@@ -8,10 +8,14 @@
 //  - the same thread makes them, or a barrier or __syncwarp of both lies between;
 //  - one thread fenced and then set a flag (an atomic or volatile store) which the other has seen;
 //  - they belong to different operations (kernels, copies, the host) which streams, events or waits put in order.
+#include <fcntl.h>
 #include <link.h>
 #include <malloc.h>
+#include <stdarg.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 #include <map>
 #include <unordered_map>
 #include "internal.h"
@@ -69,6 +73,39 @@ static void add_variables(char* from, char* to, uint8_t state, const char* name)
     variables_high = std::max(variables_high, base + size);
 }
 
+// Address and size of every variable, from the program's own symbol table.
+static std::vector<std::pair<uintptr_t, size_t>> objects() {
+    std::vector<std::pair<uintptr_t, size_t>> all;
+    int fd = open("/proc/self/exe", O_RDONLY);
+    struct stat s;
+    if (fd < 0 || fstat(fd, &s)) return all;
+    char* file = (char*)mmap(nullptr, (size_t)s.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+    close(fd);
+    if (file == MAP_FAILED) return all;
+    auto* head = (const ElfW(Ehdr)*)file;
+    auto* section = (const ElfW(Shdr)*)(file + head->e_shoff);
+    for (int i = 0; i < head->e_shnum; i++) {
+        if (section[i].sh_type != SHT_SYMTAB) continue;
+        auto* symbol = (const ElfW(Sym)*)(file + section[i].sh_offset);
+        for (size_t k = 0; k < section[i].sh_size / sizeof *symbol; k++)
+            if ((symbol[k].st_info & 15) == STT_OBJECT) all.push_back({symbol[k].st_value, symbol[k].st_size});
+    }
+    munmap(file, (size_t)s.st_size);
+    return all;
+}
+
+// The section of device variables: what lies between them (emucc puts gaps there) belongs to nobody.
+static void add_section(char* from, char* to, uint8_t state, const char* name) {
+    static const auto all = objects();
+    int before = variables_used;
+    add_variables(from, to, state, name);
+    if (variables_used == before || all.empty()) return;
+    const Region& r = variables[before];
+    memset(r.state, 0, r.size);
+    for (auto& x : all)
+        if (x.first >= (uintptr_t)from && x.first < (uintptr_t)to) memset(r.state + (x.first - r.base), state, x.second);
+}
+
 __attribute__((constructor(101))) static void start() {
     for (size_t size = 64ull << 30; size >= 1ull << 30; size /= 2) {
         arena = {(uintptr_t)reserve<char>(size), size,  reserve<uint8_t>(size),
@@ -77,9 +114,9 @@ __attribute__((constructor(101))) static void start() {
     }
     if (!arena.base || !arena.cells) fatal("the checker cannot reserve its shadow memory (ulimit -v?)");
     split_pool = (Cell(*)[4])reserve<Cell>(1ull << 30);
-    add_variables(__start_emu_device, __stop_emu_device, ALLOCATED | INITIALISED, "__device__");
-    add_variables(__start_emu_constant, __stop_emu_constant, ALLOCATED | INITIALISED | CONSTANT, "__constant__");
-    add_variables(__start_emu_managed, __stop_emu_managed, ALLOCATED | INITIALISED | HOST_TOO, "managed");
+    add_section(__start_emu_device, __stop_emu_device, ALLOCATED | INITIALISED, "__device__");
+    add_section(__start_emu_constant, __stop_emu_constant, ALLOCATED | INITIALISED | CONSTANT, "__constant__");
+    add_section(__start_emu_managed, __stop_emu_managed, ALLOCATED | INITIALISED | HOST_TOO, "managed");
 }
 
 void* check_malloc(size_t n, MemoryKind kind) {
@@ -609,7 +646,9 @@ void check_host_pending(Op* op, const void* p, size_t n) {
     count_host_ranges();
 }
 
-static void host_plain(uintptr_t a, size_t n, bool write, void* pc) {
+const int READ = 32;  // beside the flags of a record; without WRITTEN or with it (atomics)
+static void host_plain(uintptr_t a, size_t n, int flags, void* pc) {
+    bool write = flags & WRITTEN;
     std::lock_guard<std::recursive_mutex> guard(host_lock);
     std::vector<uintptr_t> finished;
     overlapping(in_copy(), a, n, [&](std::map<uintptr_t, HostRange>::iterator it) {
@@ -625,7 +664,7 @@ static void host_plain(uintptr_t a, size_t n, bool write, void* pc) {
     for (uintptr_t f : finished) in_copy().erase(f);
     if (write) {
         cut_out(never_written(), a, n);
-    } else {
+    } else if (flags & READ) {
         overlapping(never_written(), a, n, [&](std::map<uintptr_t, HostRange>::iterator it) {
             HostRange r = it->second;
             report("uninitialised read", pc, (void*)(uintptr_t)r.pc,
@@ -728,14 +767,13 @@ static bool check_state(const Region& g, uintptr_t a, size_t n, int flags, bool 
     return true;
 }
 
-const int READ = 32;  // beside the flags of a record; without WRITTEN or with it (atomics)
 static void access(uintptr_t a, size_t n, int flags, void* pc) {
     if (quiet) return;
     settle();
     const Region* g = region_of(a);
     if (!g) {
         if (cur) stray(a, n, flags & WRITTEN, pc);
-        else if (host_ranges) host_plain(a, n, flags & WRITTEN, pc);
+        else if (host_ranges) host_plain(a, n, flags, pc);
         return;
     }
     if (!cur && !running_op && !(g->state[a - g->base] & HOST_TOO)) {
@@ -870,7 +908,7 @@ void check_op_copy(void* dst, const void* src, size_t n) {
         const uint8_t* from = s->state + ((uintptr_t)src - s->base);
         for (size_t k = 0, e; k < n; k = e) {
             for (e = k + 1; e < n && ((from[e] ^ from[k]) & INITIALISED) == 0;) e++;
-            mark(k, e, from[k] & INITIALISED);
+            mark(k, e, from[k] & (INITIALISED | HOST_TOO));
         }
     } else {
         mark(0, n, true);
@@ -907,8 +945,8 @@ static void copied(void* d, const void* s, size_t n, void* pc) {
     std::lock_guard<std::recursive_mutex> guard(host_lock);
     std::map<uintptr_t, HostRange> kept;
     kept.swap(never_written());                        // a copy is no use of the value: the marks travel along
-    host_plain((uintptr_t)s, n, false, pc);
-    host_plain((uintptr_t)d, n, true, pc);
+    host_plain((uintptr_t)s, n, READ, pc);
+    host_plain((uintptr_t)d, n, WRITTEN, pc);
     kept.swap(never_written());
     cut_out(never_written(), (uintptr_t)d, n);
     std::vector<std::pair<uintptr_t, HostRange>> more;
@@ -920,9 +958,14 @@ static void copied(void* d, const void* s, size_t n, void* pc) {
     count_host_ranges();
 }
 
+// What the C library reads and writes for the program. Reading is no use of the value: a file may hold the padding
+// between two tensors.
+static void library_reads(const void* p, size_t n, void* pc) { if (n) access((uintptr_t)p, n, 0, pc); }
+static void library_writes(void* p, size_t n, void* pc) { if (n) plain(p, n, true, pc); }
+
 static void forget_host(void* p, void* pc) {
     if (!p || !host_ranges) return;
-    host_plain((uintptr_t)p, malloc_usable_size(p), true, pc);  // giving memory away ends its use, as writing it would
+    host_plain((uintptr_t)p, malloc_usable_size(p), WRITTEN, pc);  // giving memory away ends its use, as writing it would
 }
 
 // malloc and new inside a kernel give device memory.
@@ -983,6 +1026,86 @@ void* emu__Znam(size_t n) { return cur ? kernel_malloc(n) : ::operator new[](n);
 FREE_FUNCTION(emu_free, free) FREE_FUNCTION(emu__ZdlPv, ::operator delete)
 FREE_FUNCTION(emu__ZdaPv, ::operator delete[])
 FREE_FUNCTION(emu__ZdlPvm, ::operator delete, size_t) FREE_FUNCTION(emu__ZdaPvm, ::operator delete[], size_t)
+
+size_t emu_fread(void* p, size_t size, size_t n, FILE* f) {
+    size_t got = fread(p, size, n, f);
+    library_writes(p, got * size, RET);
+    return got;
+}
+size_t emu_fwrite(const void* p, size_t size, size_t n, FILE* f) {
+    library_reads(p, size * n, RET);
+    return fwrite(p, size, n, f);
+}
+ssize_t emu_read(int fd, void* p, size_t n) {
+    ssize_t got = read(fd, p, n);
+    library_writes(p, got > 0 ? (size_t)got : 0, RET);
+    return got;
+}
+ssize_t emu_pread(int fd, void* p, size_t n, off_t at) {
+    ssize_t got = pread(fd, p, n, at);
+    library_writes(p, got > 0 ? (size_t)got : 0, RET);
+    return got;
+}
+ssize_t emu_write(int fd, const void* p, size_t n) {
+    library_reads(p, n, RET);
+    return write(fd, p, n);
+}
+ssize_t emu_pwrite(int fd, const void* p, size_t n, off_t at) {
+    library_reads(p, n, RET);
+    return pwrite(fd, p, n, at);
+}
+char* emu_fgets(char* s, int n, FILE* f) {
+    char* line = fgets(s, n, f);
+    if (line) library_writes(s, strlen(s) + 1, RET);
+    return line;
+}
+int emu_memcmp(const void* a, const void* b, size_t n) {
+    if (n) plain(a, n, false, RET), plain(b, n, false, RET);
+    return memcmp(a, b, n);
+}
+void emu_qsort(void* p, size_t n, size_t size, int (*compare)(const void*, const void*)) {
+    library_reads(p, n * size, RET);
+    library_writes(p, n * size, RET);
+    qsort(p, n, size, compare);
+}
+char* emu_strcpy(char* d, const char* s) {
+    copied(d, s, strlen(s) + 1, RET);
+    return strcpy(d, s);
+}
+char* emu_strncpy(char* d, const char* s, size_t n) {
+    library_reads(s, strnlen(s, n), RET);
+    library_writes(d, n, RET);
+    return strncpy(d, s, n);
+}
+int emu_snprintf(char* s, size_t n, const char* format, ...) {
+    va_list ap;
+    va_start(ap, format);
+    int length = vsnprintf(s, n, format, ap);
+    va_end(ap);
+    if (n && length >= 0) library_writes(s, std::min(n, (size_t)length + 1), RET);
+    return length;
+}
+
+// The math library stores through pointers, too.
+#define TWO_RESULTS(T, suffix)                                    \
+    void emu_sincos##suffix(T x, T* s, T* c) {                    \
+        plain(s, sizeof(T), true, RET);                           \
+        plain(c, sizeof(T), true, RET);                           \
+        sincos##suffix(x, s, c);                                  \
+    }                                                             \
+    T emu_modf##suffix(T x, T* whole) {                           \
+        plain(whole, sizeof(T), true, RET);                       \
+        return modf##suffix(x, whole);                            \
+    }                                                             \
+    T emu_frexp##suffix(T x, int* e) {                            \
+        plain(e, sizeof(int), true, RET);                         \
+        return frexp##suffix(x, e);                               \
+    }                                                             \
+    T emu_remquo##suffix(T x, T y, int* q) {                      \
+        plain(q, sizeof(int), true, RET);                         \
+        return remquo##suffix(x, y, q);                           \
+    }
+TWO_RESULTS(double, ) TWO_RESULTS(float, f)
 
 // ---------------------------------------------------------------- what -fsanitize=thread calls
 void __tsan_init() {}

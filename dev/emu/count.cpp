@@ -32,10 +32,12 @@ struct Line { long requests, lanes, got, ideal; int width; };
 struct Launches { long launches, read, written, mma; double read_footprint, write_footprint; };
 struct Last { uint32_t pc; uintptr_t at; size_t n; Request* request; };
 
-static std::unordered_map<Key, Request, KeyHash> requests;
-static std::unordered_map<uint64_t, uint32_t> executions;              // (pc, thread, space) -> how often so far
-static std::unordered_map<uint64_t, Last> last_access;                 // (block, thread, read or write)
-static std::unordered_set<uintptr_t> sectors_read, sectors_written;
+// Never destroyed: kernels may still run at exit.
+static auto& requests = *new std::unordered_map<Key, Request, KeyHash>;
+static auto& executions = *new std::unordered_map<uint64_t, uint32_t>;  // (pc, thread, space) -> how often so far
+static auto& last_access = *new std::unordered_map<uint64_t, Last>;     // (block, thread, read or write)
+static auto& sectors_read = *new std::unordered_set<uintptr_t>;
+static auto& sectors_written = *new std::unordered_set<uintptr_t>;
 static Launches current;
 typedef std::tuple<std::string, std::string, bool, bool> LineName;     // kernel, line, shared, write
 static std::map<LineName, Line>& lines() { static auto* m = new std::map<LineName, Line>; return *m; }

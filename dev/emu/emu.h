@@ -13,6 +13,11 @@
 #include <tuple>
 #include <type_traits>
 #define EMU 1
+#include <driver_types.h>
+// Declared before NVIDIA's cudaLaunchKernelEx, which calls it by its qualified name (translate.py drops its cast).
+template <class... A>
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, void (*k)(A...), void** args,
+                                const char* f = __builtin_FILE(), int l = __builtin_LINE());
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -74,6 +79,7 @@ EMU_HOOK inline void enter(Kernel& k) { if (entered != &k) enter_first(k, EMU_PC
 struct Closure { void (*call)(void*); std::shared_ptr<void> data; size_t size; };
 struct Config { dim3 grid, block; size_t smem; cudaStream_t stream; const char *name, *file; int line; };
 void launch(const Config& c, Closure closure);
+void check_attributes(const cudaLaunchConfig_t& c);
 struct Launch {
     Config c;
     Launch(const char* name, dim3 grid, dim3 block, size_t smem = 0, cudaStream_t stream = nullptr, EMU_AT)
@@ -96,7 +102,8 @@ void* dynamic_smem(size_t align);
 // ---- barriers, warp operations
 enum BarrierKind { BARRIER_PLAIN, BARRIER_COUNT, BARRIER_AND, BARRIER_OR };
 int barrier(int site, BarrierKind kind, int predicate, EMU_AT);
-// Lanes leave a pointer to their operands; the last one of `mask` to arrive calls `done` for all.
+// Lanes leave a pointer to their operands; the last one of `mask` to arrive calls `done` for all. They must agree in
+// `what` and `done`: an xor shuffle does not meet an indexed one.
 using Done = void (*)(void** lane_args, unsigned arrived);
 void warp_op(unsigned mask, const char* what, void* arg, Done done, const char* f, int l);
 void syncwarp(unsigned mask, const char* f, int l);
@@ -147,13 +154,13 @@ template <class T> __attribute__((no_sanitize("thread"))) void shuffle_done(void
     }
 }
 template <class T> inline __attribute__((no_sanitize("thread"))) T shuffle(unsigned mask, T v, int src, const char* f,
-                                                                           int l, unsigned down = 0) {
+                                                                           int l, const char* mode, unsigned down = 0) {
     ShuffleArg<T> x;
     x.v = v;
     x.src = src & 31;
     x.down = down;
     x.mask = mask;
-    warp_op(mask, "shuffle", &x, shuffle_done<T>, f, l);
+    warp_op(mask, mode, &x, shuffle_done<T>, f, l);
     return x.r;
 }
 // Reductions and votes over 64-bit values; match compares them.
@@ -210,19 +217,19 @@ inline long long clock64() {
 // ---- warp operations
 template <class T> T __shfl_sync(unsigned m, T v, int src, int w = 32, EMU_AT) {
     int n = emu::cur->lane;
-    return emu::shuffle(m, v, (n & ~(w - 1)) | (src & (w - 1)), f, l);
+    return emu::shuffle(m, v, (n & ~(w - 1)) | (src & (w - 1)), f, l, "__shfl_sync");
 }
 template <class T> T __shfl_xor_sync(unsigned m, T v, int x, int w = 32, EMU_AT) {
     int n = emu::cur->lane, s = n ^ x;
-    return emu::shuffle(m, v, s < (n & ~(w - 1)) + w ? s : n, f, l);
+    return emu::shuffle(m, v, s < (n & ~(w - 1)) + w ? s : n, f, l, "__shfl_xor_sync");
 }
 template <class T> T __shfl_down_sync(unsigned m, T v, unsigned d, int w = 32, EMU_AT) {
     int n = emu::cur->lane;
-    return emu::shuffle(m, v, (n & (w - 1)) + (int)d < w ? n + (int)d : n, f, l, d);
+    return emu::shuffle(m, v, (n & (w - 1)) + (int)d < w ? n + (int)d : n, f, l, "__shfl_down_sync", d);
 }
 template <class T> T __shfl_up_sync(unsigned m, T v, unsigned d, int w = 32, EMU_AT) {
     int n = emu::cur->lane;
-    return emu::shuffle(m, v, (n & (w - 1)) >= (int)d ? n - (int)d : n, f, l);
+    return emu::shuffle(m, v, (n & (w - 1)) >= (int)d ? n - (int)d : n, f, l, "__shfl_up_sync");
 }
 inline unsigned __ballot_sync(unsigned m, int p, EMU_AT) {
     return (unsigned)emu::reduce(m, p != 0, emu::RED_BALLOT, f, l);
@@ -292,6 +299,7 @@ extern "C" {
 void* emu_memcpy(void* d, const void* s, size_t n);
 void* emu_memmove(void* d, const void* s, size_t n);
 void* emu_memset(void* d, int v, size_t n);
+int emu_memcmp(const void* a, const void* b, size_t n);
 #define EMU_FORTIFY extern inline __attribute__((gnu_inline, always_inline, artificial))
 EMU_FORTIFY void* memcpy(void* __restrict d, const void* __restrict s, size_t n) noexcept {
     if (__builtin_constant_p(n) && (n == 1 || n == 2 || n == 4 || n == 8 || n == 16)) return __builtin_memcpy(d, s, n);
@@ -299,5 +307,6 @@ EMU_FORTIFY void* memcpy(void* __restrict d, const void* __restrict s, size_t n)
 }
 EMU_FORTIFY void* memmove(void* d, const void* s, size_t n) noexcept { return emu_memmove(d, s, n); }
 EMU_FORTIFY void* memset(void* d, int v, size_t n) noexcept { return emu_memset(d, v, n); }
+EMU_FORTIFY int memcmp(const void* a, const void* b, size_t n) noexcept { return emu_memcmp(a, b, n); }
 }
 #endif

@@ -61,6 +61,13 @@ template <class... A> inline cudaError_t cudaLaunchKernel(void (*k)(A...), dim3 
                       std::index_sequence_for<A...>());
     return emu::error_so_far();
 }
+// Called by cudaLaunchKernelEx of NVIDIA's header. Of the attributes, only clusters would change what a kernel does.
+template <class... A>
+inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, void (*k)(A...), void** args, const char* f, int l) {
+    EMU_MAY_FAIL(cudaErrorUnknown);
+    emu::check_attributes(*c);
+    return cudaLaunchKernel(k, c->gridDim, c->blockDim, args, c->dynamicSmemBytes, c->stream, f, l);
+}
 template <class... A>
 inline cudaError_t cudaLaunchCooperativeKernel(void (*k)(A...), dim3 grid, dim3 block, void** args, size_t smem = 0,
                                                cudaStream_t s = nullptr, EMU_AT) {

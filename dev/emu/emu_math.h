@@ -132,6 +132,38 @@ inline int __dp4a(int a, int b, int c) {
     for (int i = 0; i < 4; i++) c += (int)(signed char)(a >> (8 * i)) * (signed char)(b >> (8 * i));
     return c;
 }
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
+    for (int i = 0; i < 4; i++) c += (a >> (8 * i) & 0xff) * (b >> (8 * i) & 0xff);
+    return c;
+}
+// Four bytes or two halves of a word at once.
+namespace emu {
+template <class T, class F> inline unsigned each_part(unsigned a, unsigned b, F op) {
+    constexpr unsigned BITS = 8 * sizeof(T);
+    unsigned r = 0;
+    for (unsigned i = 0; i < 32; i += BITS)
+        r |= ((unsigned)op((int)(T)(a >> i), (int)(T)(b >> i)) & ((1u << BITS) - 1)) << i;
+    return r;
+}
+}
+#define EMU_PARTS(name, S, T4, T2, expression)                                                                        \
+    inline unsigned __v##name##S##4(unsigned a, unsigned b) {                                                          \
+        return emu::each_part<T4>(a, b, [](int x, int y) { return expression; });                                      \
+    }                                                                                                                  \
+    inline unsigned __v##name##S##2(unsigned a, unsigned b) {                                                          \
+        return emu::each_part<T2>(a, b, [](int x, int y) { return expression; });                                      \
+    }
+#define EMU_PARTS_BOTH(name, expression) /* signed and unsigned */                                                     \
+    EMU_PARTS(name, s, int8_t, int16_t, expression) EMU_PARTS(name, u, uint8_t, uint16_t, expression)
+EMU_PARTS(add, , uint8_t, uint16_t, x + y) EMU_PARTS(sub, , uint8_t, uint16_t, x - y)
+EMU_PARTS_BOTH(max, x > y ? x : y) EMU_PARTS_BOTH(min, x < y ? x : y)
+EMU_PARTS_BOTH(absdiff, x > y ? x - y : y - x) EMU_PARTS(avg, u, uint8_t, uint16_t, (x + y + 1) / 2)
+EMU_PARTS(hadd, u, uint8_t, uint16_t, (x + y) / 2)
+EMU_PARTS(cmpeq, , uint8_t, uint16_t, -(x == y)) EMU_PARTS(cmpne, , uint8_t, uint16_t, -(x != y))
+EMU_PARTS(seteq, , uint8_t, uint16_t, x == y) EMU_PARTS(setne, , uint8_t, uint16_t, x != y)
+EMU_PARTS_BOTH(cmpgt, -(x > y)) EMU_PARTS_BOTH(cmpge, -(x >= y)) EMU_PARTS_BOTH(cmplt, -(x < y))
+EMU_PARTS_BOTH(cmple, -(x <= y))
+inline unsigned __vsadu4(unsigned a, unsigned b) { return __dp4a(__vabsdiffu4(a, b), 0x01010101u, 0u); }
 template <class A, class B> constexpr std::common_type_t<A, B> max(A a, B b) {
     using C = std::common_type_t<A, B>;
     return (C)a > (C)b ? (C)a : (C)b;

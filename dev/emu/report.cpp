@@ -115,13 +115,13 @@ static std::string program() {
 
 static bool ours(const char* line) {                   // headers that stand between the user's line and us
     for (const char* h : {"/emu.h:", "/emu_math.h:", "/emu_host.h:", "/ptx.cuh:", "cuda_bf16", "cuda_fp16",
-                          "cuda_runtime.h", "vector_functions", "/c++/", "??:"})
+                          "cuda_runtime.h", "cuda_pipeline", "/cooperative_groups", "vector_functions", "/c++/", "??:"})
         if (strstr(line, h)) return true;
     return false;
 }
 
 std::string where(const void* pc) {
-    static std::map<const void*, std::string> memo;
+    static auto& memo = *new std::map<const void*, std::string>;  // at_exit() reports, too
     std::string& m = memo[pc];
     if (!m.empty() || !pc) return m.empty() ? "?" : m;
     std::string command = "addr2line -i -e '" + program() + "' 0x";
@@ -159,8 +159,8 @@ std::string who() {
 
 // ---------------------------------------------------------------- reports
 static bool first_time(const char* kind, const std::string& here, const std::string& there) {
-    static std::set<std::tuple<std::string, std::string, std::string>> seen;
     report_count++;
+    static auto& seen = *new std::set<std::tuple<std::string, std::string, std::string>>;
     bool fresh = seen.insert(std::make_tuple(std::string(kind), std::min(here, there), std::max(here, there))).second;
     if (fresh && seen.size() == MOST_REPORTS + 1) fprintf(stderr, "emu: more reports are counted, not printed\n");
     return fresh && seen.size() <= MOST_REPORTS;

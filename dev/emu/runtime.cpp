@@ -140,6 +140,11 @@ static void copy_rows(const Rows& r) {
     }
 }
 
+static void note_pending(Op* op, const Rows& r) {      // the padding beside the rows stays free for the host
+    if (r.dpitch == r.width) return check_host_pending(op, r.dst, r.width * r.height);
+    for (size_t y = 0; y < r.height; y++) check_host_pending(op, (char*)r.dst + y * r.dpitch, r.width);
+}
+
 static cudaError_t copy(const char* call, Rows r, cudaMemcpyKind kind, cudaStream_t stream, bool async, void* pc) {
     if (!r.width || !r.height) return cudaSuccess;
     kind = infer(kind, r.dst, r.src);
@@ -165,7 +170,7 @@ static cudaError_t copy(const char* call, Rows r, cudaMemcpyKind kind, cudaStrea
     if (!op) return cudaErrorInvalidResourceHandle;
     op->skip_at_exit = pageable_dst;
     if (!async && kind != cudaMemcpyDeviceToDevice) wait_for(op);
-    else if (pageable_dst) check_host_pending(op.get(), r.dst, dbytes);
+    else if (pageable_dst) note_pending(op.get(), r);
     return cudaSuccess;
 }
 
@@ -285,6 +290,14 @@ void launch(const Config& c, Closure closure) {
     });
 }
 
+void check_attributes(const cudaLaunchConfig_t& c) {
+    for (unsigned i = 0; i < c.numAttrs; i++) {
+        const auto& d = c.attrs[i].val.clusterDim;
+        if (c.attrs[i].id == cudaLaunchAttributeClusterDimension && d.x * d.y * d.z > 1)
+            fatal("clusters of blocks are not emulated");
+    }
+}
+
 static int attribute(cudaDeviceAttr a) {
     const Limits& l = limits();
     switch (a) {
@@ -377,6 +390,30 @@ cudaError_t cudaMallocAsync(void** p, size_t n, cudaStream_t) {
     EMU_MAY_FAIL(cudaErrorMemoryAllocation);
     return allocate(p, n, MEMORY_DEVICE, PC);
 }
+// One pool for each device, in name only: freed memory is always given back at once.
+static uint64_t release_threshold[64];
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
+    MAY_FAIL;
+    if (device < 0 || device >= options().devices) return set_error(cudaErrorInvalidDevice);
+    *pool = (cudaMemPool_t)&release_threshold[device];
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetMemPool(cudaMemPool_t* pool, int device) {
+    MAY_FAIL;
+    return cudaDeviceGetDefaultMemPool(pool, device);
+}
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr a, void* value) {
+    MAY_FAIL;
+    if (a == cudaMemPoolAttrReleaseThreshold) *(uint64_t*)pool = *(uint64_t*)value;
+    return cudaSuccess;
+}
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr a, void* value) {
+    MAY_FAIL;
+    if (a != cudaMemPoolAttrReleaseThreshold) return set_error(cudaErrorNotSupported);
+    *(uint64_t*)value = *(uint64_t*)pool;
+    return cudaSuccess;
+}
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { MAY_FAIL; return cudaSuccess; }
 cudaError_t cudaFree(void* p) {
     MAY_FAIL;
     return release(p, false, "cudaFree", PC);
@@ -536,6 +573,10 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const
 cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
     MAY_FAIL;
     fatal("cudaLaunchKernel with an untyped function pointer: pass the kernel itself, or use <<<...>>>");
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
+    MAY_FAIL;
+    fatal("cudaLaunchKernelExC with an untyped function pointer: pass the kernel itself, or use cudaLaunchKernelEx");
 }
 
 // ---------------------------------------------------------------- devices

@@ -33,7 +33,7 @@ static std::vector<Stream*>& streams() {  // [0] is the null stream. Never destr
 }
 static std::set<Stream*>& live() { static auto* s = new std::set<Stream*>; return *s; }
 static std::set<Event*>& live_events() { static auto* s = new std::set<Event*>; return *s; }
-static std::vector<uint32_t> host_clock;
+static std::vector<uint32_t>& host_clock() { static auto* v = new std::vector<uint32_t>; return *v; }
 static cudaError_t last_error = cudaSuccess;
 static int capturing;
 
@@ -75,7 +75,7 @@ bool op_before(uint32_t a, uint32_t b) {
 }
 bool host_knows(uint32_t id) {
     const Op* x = op_by_id(id);
-    return !x || covers(host_clock, *x);
+    return !x || covers(host_clock(), *x);
 }
 
 // ---------------------------------------------------------------- running operations
@@ -112,7 +112,7 @@ void wait_for(const OpRef& op) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     if (!op) return;
     force(op.get());
-    join(host_clock, op->clock);
+    join(host_clock(), op->clock);
     host_time++;
 }
 
@@ -131,7 +131,7 @@ static OpRef issue(Stream* s, const char* name, void* pc, std::function<void()> 
         else for (Stream* x : streams()) if (x != s && x->blocking) needs.push_back(x->last);
     }
     if (checking) {
-        op->clock = host_clock;
+        op->clock = host_clock();
         if (op->clock.size() <= s->id) op->clock.resize(s->id + 1);
         op->clock[s->id] = op->index;
         ops().push_back(op);

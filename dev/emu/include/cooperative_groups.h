@@ -1,5 +1,6 @@
-// The part of cooperative groups that kernels of one block need: the block, tiles of a warp, the active lanes. (Our own
-// kernels do not use them; published ones do.) A grid of up to 256 blocks can be synchronised.
+// The part of cooperative groups that kernels of one block need: the block, tiles of a warp, the active lanes, lanes
+// with the same label. (Our own kernels do not use them; published ones do.) A grid of up to 256 blocks can be
+// synchronised.
 #pragma once
 namespace cooperative_groups {
 
@@ -106,6 +107,18 @@ struct coalesced_group {
     template <class T> unsigned match_any(T v, EMU_AT) const { return ranks(__match_any_sync(lanes, v, f, l)); }
 };
 inline coalesced_group coalesced_threads(EMU_AT) { return {__activemask(f, l)}; }
+
+// The lanes of a group that name the same label.
+template <class T> inline coalesced_group labeled_partition(const coalesced_group& g, T label, EMU_AT) {
+    return {__match_any_sync(g.lanes, label, f, l)};
+}
+template <unsigned N, class P, class T>
+inline coalesced_group labeled_partition(const thread_block_tile<N, P>& g, T label, EMU_AT) {
+    return {__match_any_sync(g.mask(), label, f, l)};
+}
+template <class G> inline coalesced_group binary_partition(const G& g, bool side, EMU_AT) {
+    return labeled_partition(g, (int)side, f, l);
+}
 
 // Any of the above, where the type does not tell.
 struct thread_group {

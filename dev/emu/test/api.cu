@@ -1,5 +1,6 @@
 // The runtime's behaviour seen from the host: `api NAME` runs one test; run.py sets the environment.
 #include "cases.h"
+#include <thread>
 #include <nvtx3/nvToolsExt.h>
 
 static int failed;
@@ -48,6 +49,8 @@ static void fail_templates() {
     EXPECT(cudaGetSymbolAddress(&p, symbol) != cudaSuccess);
     EXPECT(cudaGetSymbolSize(&n, symbol) != cudaSuccess);
     EXPECT(cudaLaunchCooperativeKernel(set, dim3(1), dim3(32), args, 0, 0) != cudaSuccess);
+    cudaLaunchConfig_t c = {};
+    EXPECT(cudaLaunchKernelExC(&c, set, args) != cudaSuccess);
     EXPECT(cudaLaunchKernel(set, dim3(1), dim3(32), args, 0, 0) != cudaSuccess);
     cudaGetLastError();
     set<<<1, 32>>>(nullptr, 0);                        // EMU_FAIL=cudaLaunchKernel:2
@@ -185,6 +188,45 @@ static void launch_array() {                           // cudaLaunchKernel with 
     EXPECT(cudaLaunchKernel(set, dim3(1), dim3(32), args, 0, 0) == cudaSuccess);
     EXPECT(download(d, 32)[31] == 9);
 }
+static void launch_config() {
+    int *d = device<int>(32), v = 9;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = dim3(1);
+    c.blockDim = dim3(32);
+    EXPECT(cudaLaunchKernelEx(&c, set, d, 8) == cudaSuccess);
+    EXPECT(download(d, 32)[31] == 8);
+    void* args[] = {&d, &v};
+    EXPECT(cudaLaunchKernelExC(&c, (const void*)set, args) == cudaSuccess);
+    EXPECT(download(d, 32)[31] == 9);
+}
+static void launch_cluster() {
+    cudaLaunchAttribute a = {};
+    a.id = cudaLaunchAttributeClusterDimension;
+    a.val.clusterDim.x = 2;
+    a.val.clusterDim.y = a.val.clusterDim.z = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = dim3(2);
+    c.blockDim = dim3(32);
+    c.attrs = &a;
+    c.numAttrs = 1;
+    cudaLaunchKernelEx(&c, set, device<int>(32), 8);
+}
+static void pools() {
+    cudaMemPool_t pool;
+    uint64_t most = UINT64_MAX, now = 0;
+    EXPECT(cudaDeviceGetDefaultMemPool(&pool, 0) == cudaSuccess);
+    EXPECT(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &most) == cudaSuccess);
+    EXPECT(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &now) == cudaSuccess && now == most);
+    EXPECT(cudaMemPoolTrimTo(pool, 0) == cudaSuccess);
+    EXPECT(cudaDeviceGetDefaultMemPool(&pool, 77) == cudaErrorInvalidDevice);
+}
+static void host_threads() {
+    for (int i = 0; i < 3; i++)
+        std::thread([i] {
+            set<<<1, 32>>>(device<int>(32), i);
+            cudaDeviceSynchronize();
+        }).join();
+}
 __global__ void endless(int* p) {
     for (volatile int i = 0; threadIdx.x < 32 || i < 10; i = i + 1) if (i < 0) p[0] = 1;
 }
@@ -212,6 +254,10 @@ static const struct { const char* name; void (*run)();
     {"order", order},
     {"attributes", attributes},
     {"launch_array", launch_array},
+    {"launch_config", launch_config},
+    {"launch_cluster", launch_cluster},
+    {"pools", pools},
+    {"host_threads", host_threads},
     {"watchdog", watchdog},
     {"stack_overflow", stack_overflow},
     {"trap", trap},

@@ -334,6 +334,14 @@ __global__ void clobber(float2* p, bool bad) {         // a thread writes more t
 }
 static void clobber_case(bool bad) { clobber<<<1, 32>>>(device<float2>(64), bad); }
 
+__device__ int first[16], second[16] = {1};
+__global__ void between_variables(int* out, const int* p) { *out = *p + second[0]; }   // bad: between_variables
+static void between_variables_case(bool bad) {         // past the end of one variable lies no other
+    int* p;
+    cudaGetSymbolAddress((void**)&p, first);
+    between_variables<<<1, 1>>>(device<int>(1), p + (bad ? 16 : 15));
+}
+
 static const Case table[] = {
     {"stencil_in_place", "race", stencil_in_place_case},
     {"overlapping_blocks", "race", overlapping_blocks_case},
@@ -371,5 +379,6 @@ static const Case table[] = {
     {"ping_pong", "race", ping_pong_case},
     {"uninitialised_local", "-", uninitialised_local_case},
     {"clobber", "race", clobber_case},
+    {"between_variables", "out", between_variables_case},
 };
 CASES_MAIN(table)

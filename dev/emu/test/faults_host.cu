@@ -113,6 +113,73 @@ static void registered_free_case(bool bad) {
     free(h);                                                               // bad: registered_free
 }
 
+// The C library reads and writes for the program. What it fills in unseen (sscanf) may be copied all the same.
+static void library_fills_case(bool bad) {
+    Streams s;
+    int v = 42, *h, *d = device<int>(2), *e = device<int>(2);
+    FILE* f = tmpfile();
+    for (int i = 0; i < 2; i++) fwrite(&v, sizeof v, 1, f);
+    rewind(f);
+    cudaMallocHost(&h, 2 * sizeof(int));
+    if (fread(h, sizeof(int), 1, f) != 1 || sscanf("42", "%d", h + 1) != 1) exit(1);
+    cudaMemcpyAsync(d, h, 2 * sizeof(int), cudaMemcpyHostToDevice, s.a);
+    copy<<<1, 2, 0, s.a>>>(e, d, 2);
+    if (!bad) cudaStreamSynchronize(s.a);
+    if (fread(h, sizeof(int), 1, f) != 1) exit(1);                         // bad: library_fills
+    cudaStreamSynchronize(s.a);
+    fclose(f);
+    std::vector<int> r = download(e, 2);
+    if (r[0] != 42 || r[1] != 42) exit(1);
+}
+static void in_flight(bool wait, void (*use)(int* h)) {
+    Streams s;
+    int *d = zeros<int>(16), h[16] = {};
+    cudaDeviceSynchronize();
+    cudaMemcpyAsync(h, d, sizeof h, cudaMemcpyDeviceToHost, s.a);
+    if (wait) cudaStreamSynchronize(s.a);
+    use(h);
+    cudaStreamSynchronize(s.a);
+}
+static void library_writes_case(bool bad) {
+    in_flight(!bad, [](int* h) {
+        FILE* f = tmpfile();
+        fwrite(h, sizeof(int), 16, f);                                     // bad: library_writes
+        fclose(f);
+    });
+}
+static void library_compares_case(bool bad) {
+    in_flight(!bad, [](int* h) {
+        int none[2] = {};
+        if (memcmp(h, none, sizeof none)) printf("old value\n");           // bad: library_compares
+    });
+}
+static void library_sorts_case(bool bad) {
+    in_flight(!bad, [](int* h) {
+        auto less = [](const void* a, const void* b) { return *(const int*)a - *(const int*)b; };
+        qsort(h, 16, sizeof(int), less);                                   // bad: library_sorts
+    });
+}
+static void library_prints_case(bool bad) {
+    in_flight(!bad, [](int* h) { snprintf((char*)h, 8, "%d", 12345678); });    // bad: library_prints
+}
+static void padding_case(bool bad) {                   // beside the rows of a 2D copy the host may write
+    Streams s;
+    int *d = zeros<int>(4), h[2][4] = {};
+    cudaDeviceSynchronize();
+    cudaMemcpy2DAsync(h, 16, d, 8, 8, 2, cudaMemcpyDeviceToHost, s.a);
+    h[0][3] = h[1][bad ? 1 : 2] = 1;                                       // bad: padding
+    cudaStreamSynchronize(s.a);
+}
+static void at_exit_case(bool bad) {                   // what still runs when the program ends is reported, too
+    int *d = zeros<int>(1), *h;
+    cudaMallocHost(&h, sizeof(int));
+    h[0] = 1;
+    cudaMemcpyAsync(h, d, sizeof(int), cudaMemcpyDeviceToHost);            // bad: at_exit
+    if (!bad) cudaDeviceSynchronize();
+    if (h[0]) printf("old value\n");
+    exit(0);
+}
+
 struct List { int n, *values; };                       // the API writes into managed memory, too
 __global__ void increment(List* l) {
     int i = threadIdx.x;
@@ -341,6 +408,13 @@ static const Case table[] = {
     {"registered", "missing", registered_case},
     {"registered_kernel", "", registered_kernel_case},
     {"registered_free", "bad", registered_free_case},
+    {"library_fills", "missing", library_fills_case},
+    {"library_writes", "missing", library_writes_case},
+    {"library_compares", "missing", library_compares_case},
+    {"library_sorts", "missing", library_sorts_case},
+    {"library_prints", "missing", library_prints_case},
+    {"padding", "missing", padding_case},
+    {"at_exit", "missing", at_exit_case},
     {"managed_struct", "host", managed_struct_case},
     {"no_event", "missing", no_event_case},
     {"event_too_early", "missing", event_too_early_case},

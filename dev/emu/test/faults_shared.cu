@@ -316,6 +316,24 @@ static void conditional_barrier_case(bool bad) {
     else conditional_barrier<<<1, 64>>>(device<float>(64), 40);
 }
 
+__global__ void library_results(float* out, bool bad) {                    // libm stores through pointers, too
+    __shared__ float s[4], f[2];
+    __shared__ double d[2];
+    __shared__ int e[2];
+    if (threadIdx.x == 0) {
+        float x = blockDim.x + 0.5f;
+        sincosf(x, &s[0], &s[1]);
+        s[2] = modff(x, &s[3]);
+        f[0] = frexpf(x, &e[0]);
+        f[1] = remquof(x, 3.0f, &e[1]);
+        sincos((double)x, &d[0], &d[1]);
+    }
+    if (!bad) __syncthreads();
+    float sum = s[0] + s[1] + s[2] + s[3] + f[0] + f[1] + e[0] + e[1];     // bad: library_results
+    out[threadIdx.x] = sum + (float)(d[0] + d[1]);
+}
+static void library_results_case(bool bad) { library_results<<<1, 64>>>(device<float>(64), bad); }
+
 static const Case table[] = {
     {"missing_barrier", "race", missing_barrier_case},
     {"reuse_tile", "race", reuse_tile_case},
@@ -344,6 +362,7 @@ static const Case table[] = {
     {"shuffle_is_no_barrier", "race", shuffle_is_no_barrier_case},
     {"flag_in_block", "race", flag_in_block_case},
     {"write_after_read", "race", write_after_read_case},
+    {"library_results", "race", library_results_case},
     {"conditional_barrier", "race", conditional_barrier_case},
 };
 CASES_MAIN(table)

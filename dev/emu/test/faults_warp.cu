@@ -1,6 +1,7 @@
 // Planted faults: divergent barriers, warp operations, launch limits, cp.async and ldmatrix.
 #include "cases.h"
 #include <cuda_bf16.h>
+#include <cuda_pipeline.h>
 #include "llmc/ptx.cuh"
 
 // ---------------------------------------------------------------- barriers
@@ -120,6 +121,14 @@ __global__ void same_shuffle_two_places(float* out, bool bad) {  // legal: the s
     out[threadIdx.x] = v;
 }
 static void same_shuffle_two_places_case(bool bad) { same_shuffle_two_places<<<1, 32>>>(device<float>(32), bad); }
+
+__global__ void different_shuffles(float* out, bool bad) {
+    float v = threadIdx.x;
+    if (bad && threadIdx.x >= 16) v = __shfl_sync(0xffffffff, v, 0);       // bad: different_shuffles
+    else v = __shfl_xor_sync(0xffffffff, v, 1);
+    out[threadIdx.x] = v;
+}
+static void different_shuffles_case(bool bad) { different_shuffles<<<1, 32>>>(device<float>(32), bad); }
 
 __global__ void syncwarp_missing_lane(float* out, bool bad) {
     if (bad && threadIdx.x == 5) {
@@ -309,6 +318,22 @@ __global__ void async_bounds(float* out, const float* in, int n, bool bad) {
 }
 static void async_bounds_case(bool bad) { async_bounds<<<1, 32>>>(device<float>(32), zeros<float>(100), 100, bad); }
 
+__global__ void async_primitives(float* out, const float* in, bool bad) {  // the user's line, not the header's
+    __shared__ float s[64];
+    int t = threadIdx.x;
+    s[t] = 1;
+    __syncthreads();
+    float v = s[63 - t];
+    if (!bad) __syncthreads();
+    __pipeline_memcpy_async(&s[t], in + t, sizeof(float));                 // bad: async_primitives
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    out[t] = s[t] + v;
+}
+static void async_primitives_case(bool bad) {
+    async_primitives<<<1, 64>>>(device<float>(64), zeros<float>(64), bad);
+}
+
 __global__ void matrix_rows(uint32_t* out, int shift) {
     __shared__ __align__(16) __nv_bfloat16 s[16 * 24];
     for (int i = threadIdx.x; i < 16 * 24; i += 32) s[i] = __float2bfloat16(i);
@@ -350,6 +375,7 @@ static const Case table[] = {
     {"exited_lanes", "absent", exited_lanes_case},
     {"different_masks", "divergent", different_masks_case},
     {"different_operations", "divergent", different_operations_case},
+    {"different_shuffles", "divergent", different_shuffles_case},
     {"same_shuffle_two_places", "divergent", same_shuffle_two_places_case},
     {"syncwarp_missing_lane", "deadlock", syncwarp_missing_lane_case},
     {"active_lanes", "deadlock", active_lanes_case},
@@ -373,6 +399,7 @@ static const Case table[] = {
     {"async_stages", "", async_stages_case},
     {"async_alignment", "misaligned", async_alignment_case},
     {"async_bounds", "out", async_bounds_case},
+    {"async_primitives", "race", async_primitives_case},
     {"matrix_rows", "misaligned", matrix_rows_case},
     {"matrix_race", "race", matrix_race_case},
     {"mma_in_branch", "absent", mma_in_branch_case},

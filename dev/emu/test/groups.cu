@@ -132,6 +132,27 @@ static void test_together() {
     }
     CHECK(download(counter, 1)[0] == 11);
 }
+__global__ void labels(int* out) {                     // sums of the lanes with equal labels
+    int i = (int)threadIdx.x;
+    auto warp = cg::tiled_partition<32>(cg::this_thread_block());
+    auto same = cg::labeled_partition(warp, i % 5);
+    out[i] = cg::reduce(same, i, cg::plus<int>());
+    auto half = cg::binary_partition(same, i < 16);
+    out[32 + i] = cg::reduce(half, 1, cg::plus<int>());
+}
+static void test_labels() {
+    int* d = device<int>(64);
+    labels<<<1, 32>>>(d);
+    auto r = download(d, 64);
+    for (int i = 0; i < 32; i++) {
+        int sum = 0, n = 0;
+        for (int k = i % 5; k < 32; k += 5) {
+            sum += k;
+            n += (k < 16) == (i < 16);
+        }
+        CHECK(r[i] == sum && r[32 + i] == n);
+    }
+}
 __device__ int sum_of(cg::thread_group g, int* s, int v) {     // the guide's reduction over any group
     unsigned r = g.thread_rank();
     for (unsigned i = g.size() / 2; i > 0; i /= 2) {
@@ -193,6 +214,7 @@ int main() {
     test_tiles<16>();
     test_tiles<32>();
     test_together();
+    test_labels();
     test_any_group();
     test_pipeline();
     printf("%d failures\n", failures);

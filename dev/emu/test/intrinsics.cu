@@ -178,6 +178,11 @@ static void test_integers() {
     CHECK(__mulhi(1 << 30, 8) == 2 && __umulhi(~0u, ~0u) == 0xfffffffeu && __umul64hi(~0ull, 2) == 1 &&
           __mul24(-2, 3) == -6 && __sad(3, 7, 1) == 5);
     CHECK(__dp4a(0x01020304, 0x01010101, 5) == 15 && __hadd(3, 6) == 4);
+    CHECK(__dp4a(0xff000000u, 0xff000000u, 1u) == 65026 && __vsadu4(0x01ff0305u, 0x03000307u) == 259);
+    CHECK(__vadd4(0x01ff7f80u, 0x01010180u) == 0x02008000u && __vsub2(0x00010000u, 0x00020001u) == 0xffffffffu);
+    CHECK(__vmaxs4(0xff017f80u, 0x00000000u) == 0x00017f00u && __vminu2(0xffff0001u, 0x00020003u) == 0x00020001u);
+    CHECK(__vcmpeq4(0x01020304u, 0x01000300u) == 0xff00ff00u && __vcmpgts2(0xffff0002u, 0x00000001u) == 0x0000ffffu);
+    CHECK(__vavgu4(0x01ff0300u, 0x02ff0000u) == 0x02ff0200u && __vabsdiffs2(0x8000ffffu, 0x7fff0001u) == 0xffff0002u);
     for (float x : {0.5f, 1.5f, 2.5f, -0.5f, -1.5f, 3e9f, -3e9f, 7.25f}) {
         CHECK(__float2int_rz(x) == (x >= 2147483648.0f ? INT_MAX : x <= -2147483648.0f ? INT_MIN : (int)x));
         if (fabsf(x) < 1e9f)

@@ -31,8 +31,8 @@ def need(condition, text):
 
 
 def run(command, env=None, limit=120):
-    r = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit, env=dict(os.environ,
-            **QUIET, **(env or {})))
+    r = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit, env={**os.environ,
+            **QUIET, **(env or {})})
     return r.returncode, r.stdout + r.stderr
 
 
@@ -165,6 +165,10 @@ def api(name, code=0, text="", **env):
     c, out = run([build("api", "fast"), name], env)
     need(c == code and text in out, "exit code %d: %s" % (c, out[-400:]))
     return out
+
+
+def host_threads():
+    clean([build("api", "asan"), "host_threads"], {"ASAN_OPTIONS": "detect_leaks=1"})
 
 
 def orders():
@@ -318,6 +322,10 @@ TESTS = [
     ("NVTX", lambda: api("ranges")),
     ("function attributes", lambda: api("attributes")),
     ("cudaLaunchKernel", lambda: api("launch_array")),
+    ("cudaLaunchKernelEx", lambda: api("launch_config")),
+    ("cudaLaunchKernelEx: a cluster", lambda: api("launch_cluster", 1, "clusters of blocks are not emulated")),
+    ("memory pools", lambda: api("pools")),
+    ("host threads leak nothing (sanitizers)", host_threads),
     ("watchdog names kernel and line", lambda: api("watchdog", 1, "watchdog", EMU_WATCHDOG="1")),
     ("stack overflow is named", lambda: api("stack_overflow", 1, "stack overflow")),
     ("__trap is named", lambda: api("trap", 1, "api.cu")),
