@@ -224,7 +224,7 @@ $(BUILD)/peaks: dev/bench/peaks.cu $(DEV_NEEDS) | $(EMU_HEADERS)
 $(BUILD)/make_shard: dev/bench/make_shard.c llmc/check.h llmc/rand.h $(BUILD)/flags
 	$(CC) $(CFLAGS) $(C_FLAGS) $< -o $@ -lm $(LDFLAGS)
 
-bench:
+bench: $(PYTHON)
 	@$(PYTHON) dev/bench/bench_cuda.py $(ONLY)
 
 # nvcc, cuBLASLt and NCCL from PyPI, for a machine that has NVIDIA's driver but no CUDA Toolkit
