@@ -36,13 +36,16 @@ typedef struct {
 } Run;
 
 // The model is the checkpoint's. A command that is used again with --resume may name it as before, but no other.
-static inline void run_check_same_model(const Run* run) {
+static inline void run_check_same_model(Run* run) {
     const char* names[] = {"model", "init", "config"};
-    const char* now[] = {run->opt.model, run->opt.init, run->opt.config};
+    const char** now[] = {&run->opt.model, &run->opt.init, &run->opt.config};
     for (int i = 0; i < 3; i++) {
         const char* then = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(run->state.options, names[i]));
-        if (now[i] == NULL || (then != NULL && strcmp(then, now[i]) == 0)) { continue; }
-        fatal("--resume goes on with the model of %s, which was not made with --%s %s: leave that out", run->resume, names[i], now[i]);
+        if (*now[i] == NULL) {
+            *now[i] = then; // for the next checkpoint to know
+        } else if (then == NULL || strcmp(then, *now[i]) != 0) {
+            fatal("--resume goes on with the model of %s, which was not made with --%s %s: leave that out", run->resume, names[i], *now[i]);
+        }
     }
 }
 
