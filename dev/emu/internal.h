@@ -87,7 +87,7 @@ struct Thread : ThreadId {
 };
 struct Slot { unsigned mask, arrived; const char *what, *file; int line; void* arg[32]; Done done; };
 struct Warp {
-    Slot slot[16];               // operations in progress, one for each mask; masks that miss a lane have two or more
+    Slot slot[32];               // operations in progress: a lane waits in at most one
     unsigned busy;               // bit i: slot[i] is in use
     unsigned alive;
     unsigned asking;             // lanes in __activemask
