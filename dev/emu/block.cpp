@@ -231,11 +231,14 @@ static void mixed_operations(const Slot& s, const char* what, const char* f, int
     abandon_launch(cudaErrorLaunchFailure);
 }
 
+// Lanes of a quad may still be together while another quad has gone on to what the whole warp does. Two operations
+// exclude each other only if one waits for a lane that waits in the other, and the other for this one.
 static Slot& find_slot(Warp& w, unsigned mask, const char* what, Done done, const char* f, int l, int lane) {
     for (unsigned busy = w.busy; busy; busy &= busy - 1) {
         Slot& s = w.slot[__builtin_ctz(busy)];
         if (s.mask == mask && s.done == done && !strcmp(s.what, what)) return s;
-        if (s.mask & mask) mixed_operations(s, what, f, l, mask, lane);
+        bool it_needs_me = s.mask >> lane & 1, i_need_it = s.arrived & mask;
+        if (it_needs_me && i_need_it) mixed_operations(s, what, f, l, mask, lane);
     }
     int i = __builtin_ctz(~w.busy);
     w.busy |= 1u << i;

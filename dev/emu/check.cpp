@@ -103,7 +103,8 @@ static void add_section(char* from, char* to, uint8_t state, const char* name) {
     const Region& r = variables[before];
     memset(r.state, 0, r.size);
     for (auto& x : all)
-        if (x.first >= (uintptr_t)from && x.first < (uintptr_t)to) memset(r.state + (x.first - r.base), state, x.second);
+        if (x.first >= (uintptr_t)from && x.first < (uintptr_t)to)
+            memset(r.state + (x.first - r.base), state, x.second);
 }
 
 __attribute__((constructor(101))) static void start() {
@@ -965,7 +966,8 @@ static void library_writes(void* p, size_t n, void* pc) { if (n) plain(p, n, tru
 
 static void forget_host(void* p, void* pc) {
     if (!p || !host_ranges) return;
-    host_plain((uintptr_t)p, malloc_usable_size(p), WRITTEN, pc);  // giving memory away ends its use, as writing it would
+    // giving memory away ends its use, as writing it would
+    host_plain((uintptr_t)p, malloc_usable_size(p), WRITTEN, pc);
 }
 
 // malloc and new inside a kernel give device memory.

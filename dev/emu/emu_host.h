@@ -63,7 +63,8 @@ template <class... A> inline cudaError_t cudaLaunchKernel(void (*k)(A...), dim3 
 }
 // Called by cudaLaunchKernelEx of NVIDIA's header. Of the attributes, only clusters would change what a kernel does.
 template <class... A>
-inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, void (*k)(A...), void** args, const char* f, int l) {
+inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, void (*k)(A...), void** args, const char* f,
+                                       int l) {
     EMU_MAY_FAIL(cudaErrorUnknown);
     emu::check_attributes(*c);
     return cudaLaunchKernel(k, c->gridDim, c->blockDim, args, c->dynamicSmemBytes, c->stream, f, l);

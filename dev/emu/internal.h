@@ -87,7 +87,7 @@ struct Thread : ThreadId {
 };
 struct Slot { unsigned mask, arrived; const char *what, *file; int line; void* arg[32]; Done done; };
 struct Warp {
-    Slot slot[16];               // operations in progress, one for each mask; masks that miss a lane have two or more
+    Slot slot[32];               // operations in progress: a lane waits in at most one
     unsigned busy;               // bit i: slot[i] is in use
     unsigned alive;
     unsigned asking;             // lanes in __activemask
@@ -226,8 +226,8 @@ cudaError_t synchronize(const char* call, void* pc);   // the host waits for eve
 std::string shared_excess(size_t fixed, size_t dynamic, size_t limit);
 bool valid_device_range(const void* p, size_t n, size_t* left);
 
-// What a program has destroyed stays allocated, so that a later use is recognised, and so do the workers of threads that
-// have ended; held here, it is no leak to ASan.
+// What a program has destroyed stays allocated, so that a later use is recognised, and so do the workers of threads
+// that have ended; held here, it is no leak to ASan.
 inline void bury(void* p) {
     static std::mutex mutex;
     static std::vector<void*>* graveyard = new std::vector<void*>;

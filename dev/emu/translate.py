@@ -348,8 +348,8 @@ class Translator:
 
 
 # A kernel passed as void*: without the cast its parameters are known.
-UNTYPED = re.compile(r"\b(cudaLaunch(?:(?:Cooperative)?Kernel\s*\(|KernelExC\s*\([^,;]*,)\s*)(?:\(\s*(?:const\s+)?void\s*\*\s*\)|"
-                     r"reinterpret_cast\s*<\s*(?:const\s+)?void\s*\*\s*>)")
+UNTYPED = re.compile(r"\b(cudaLaunch(?:(?:Cooperative)?Kernel\s*\(|KernelExC\s*\([^,;]*,)\s*)"
+                     r"(?:\(\s*(?:const\s+)?void\s*\*\s*\)|reinterpret_cast\s*<\s*(?:const\s+)?void\s*\*\s*>)")
 
 
 def translate(source, kernel_attribute="noinline"):

@@ -171,12 +171,12 @@ static void padding_case(bool bad) {                   // beside the rows of a 2
     cudaStreamSynchronize(s.a);
 }
 static void at_exit_case(bool bad) {                   // what still runs when the program ends is reported, too
-    int *d = zeros<int>(1), *h;
-    cudaMallocHost(&h, sizeof(int));
-    h[0] = 1;
-    cudaMemcpyAsync(h, d, sizeof(int), cudaMemcpyDeviceToHost);            // bad: at_exit
+    int *d = zeros<int>(16), *h, sum = 0;
+    cudaMallocHost(&h, 16 * sizeof(int));
+    cudaMemcpyAsync(h, d, 16 * sizeof(int), cudaMemcpyDeviceToHost);       // bad: at_exit
     if (!bad) cudaDeviceSynchronize();
-    if (h[0]) printf("old value\n");
+    for (int i = 0; i < 16; i++) sum += h[i];          // reports before the end, and then one at the end
+    if (sum) printf("old value\n");
     exit(0);
 }
 

@@ -105,6 +105,16 @@ __global__ void different_masks(float* out, bool bad) {
 }
 static void different_masks_case(bool bad) { different_masks<<<1, 32>>>(device<float>(32), bad); }
 
+__global__ void part_and_whole(int* out, bool bad) {    // quads come to the warp's operation one after the other
+    int v = threadIdx.x;
+    unsigned quad = 0xfu << (v & ~3);
+    if (!bad || v != 5) v = __shfl_xor_sync(quad, v, 1);
+    v += (int)__ballot_sync(0xffffffff, v & 1);                            // bad: part_and_whole
+    if (bad && threadIdx.x == 5) v = __shfl_xor_sync(quad, v, 1);          // bad: part_and_whole
+    out[threadIdx.x] = v;
+}
+static void part_and_whole_case(bool bad) { part_and_whole<<<1, 32>>>(device<int>(32), bad); }
+
 __global__ void different_operations(int* out, bool bad) {
     int v;
     if (bad && threadIdx.x % 2) v = __any_sync(0xffffffff, 1);             // bad: different_operations
@@ -374,6 +384,7 @@ static const Case table[] = {
     {"few_lanes", "absent", few_lanes_case},
     {"exited_lanes", "absent", exited_lanes_case},
     {"different_masks", "divergent", different_masks_case},
+    {"part_and_whole", "divergent", part_and_whole_case},
     {"different_operations", "divergent", different_operations_case},
     {"different_shuffles", "divergent", different_shuffles_case},
     {"same_shuffle_two_places", "divergent", same_shuffle_two_places_case},
