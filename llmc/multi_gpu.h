@@ -152,7 +152,7 @@ template <class Kernel> void multi_gpu_device(MultiGpu* g, Kernel kernel) {
 // by their number.
 static inline void multi_gpu_check_devices(MultiGpu* g) {
     typedef struct { char bus[32]; cudaUUID_t uuid; } Name; // the uuid tells the parts of a GPU from each other (MIG)
-    watchdog_start(g->timeout, g->rank, "comparing the GPUs of this machine (MPI)");
+    watchdog_start(20 + g->timeout, g->rank, "comparing the GPUs of this machine (MPI)");
     MPI_Comm node;
     mpiCheck(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, g->rank, MPI_INFO_NULL, &node));
     Name mine, *names = (Name*)callocCheck((size_t)g->local_ranks, sizeof(Name));
@@ -232,7 +232,7 @@ static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
     ranks_abort_together();
     multi_gpu_at_exit = g;
     atexit(finish_at_exit);
-    watchdog_start(g->timeout, g->rank, "meeting the ranks of this machine (MPI)");
+    watchdog_start(20 + g->timeout, g->rank, "meeting the ranks of this machine (MPI)");
     MPI_Comm node;
     mpiCheck(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, g->rank, MPI_INFO_NULL, &node));
     mpiCheck(MPI_Comm_rank(node, &g->local_rank));
