@@ -52,6 +52,9 @@ def run_main(main):
         sys.exit(main())
     except Error as e:
         message = str(e)
+    except BrokenPipeError:  # whoever read what is printed has enough: stories.py --show 100 | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except OSError as e:
         message = f"{e.filename}: {e.strerror}" if e.filename else str(e.strerror or e)
     except KeyboardInterrupt as e:
@@ -60,6 +63,15 @@ def run_main(main):
         sys.exit(130)
     print(f"{name}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(1)
+
+
+def amount(text):
+    """98304, 100K, 1.5M, 10B: a whole number, as the trainers take it."""
+    factor = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower(), 1)
+    number = float(text[:-1] if factor > 1 else text) * factor
+    if number != int(number):
+        raise ValueError(text)
+    return int(number)
 
 
 # ----------------------------------------------------------------------------
@@ -398,7 +410,7 @@ def read_split(folder, name):
 def add_output_options(parser):
     parser.add_argument("--overwrite", action="store_true", help="replace shards that are already there")
     parser.add_argument(
-        "--shard-tokens", type=int, default=10**8, metavar="N", help="tokens a shard at most (default 10^8)"
+        "--shard-tokens", type=amount, default=10**8, metavar="N", help="tokens a shard at most (default 10^8)"
     )
 
 

@@ -233,6 +233,8 @@ def open_file(path, options):
     kind = options.format
     if kind is None:
         end = os.path.splitext(path[:-3] if path.endswith(".gz") else path)[1].lower()
+        if end in (".json", ".csv", ".tsv"):
+            raise Error(f"{path}: {end} is not read as rows: make JSON lines (.jsonl) or Parquet of it, or say --format text")
         kind = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}.get(end, "text")
     return KINDS[kind](path, options)
 

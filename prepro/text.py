@@ -32,7 +32,7 @@ from concurrent import futures
 
 import sources
 import vocab
-from shards import Error, OutputFolder, add_output_options, check_shard_tokens, parser_of, run_main
+from shards import Error, OutputFolder, add_output_options, amount, check_shard_tokens, parser_of, run_main
 
 BATCH = 1 << 18  # bytes of text that a worker gets at once
 PIECE = 1 << 20  # a longer document is encoded in pieces, cut between words
@@ -273,8 +273,8 @@ def build_parser(doc):
     add("--out", required=True, metavar="DIR", help="folder for shards, tokenizer files, manifest.json")
     add_output_options(parser)
     add("--tokenizer", metavar="WHAT", help="bytes (default), a tokenizer.json, its folder, or a name on the hub")
-    add("--train-bpe", type=int, metavar="N", help="learn a byte-level BPE of N tokens from the documents to train on")
-    add("--bpe-bytes", type=int, default=10**8, metavar="N", help="learn it from so much text (default 10^8 bytes)")
+    add("--train-bpe", type=amount, metavar="N", help="learn a byte-level BPE of N tokens from the documents to train on")
+    add("--bpe-bytes", type=amount, default=10**8, metavar="N", help="learn it from so much text (default 10^8 bytes)")
     add("--eot", metavar="TOKEN", help="the token that opens documents (default <|endoftext|>, else the tokenizer's EOS)")
     add("--format", choices=sorted(sources.KINDS), help="of all files (default: what their names say)")
     add("--field", default="text", metavar="NAME", help="of JSON lines, Parquet, datasets: where the text is (text)")
@@ -291,7 +291,7 @@ def build_parser(doc):
         help="share of the documents to validate on (default 0.05, at least one document; 0: none)",
     )
     add("--seed", type=int, default=1, help="draws the validation documents (default 1)")
-    add("--max-tokens", type=int, metavar="N", help="stop soon after so many tokens to train on")
+    add("--max-tokens", type=amount, metavar="N", help="stop soon after so many tokens to train on")
     add("--skip", action="append", default=[], metavar="GLOB", help="leave out files of such names; may be repeated")
     add("--encoding", default="utf-8", help="of text files (default utf-8)")
     add(

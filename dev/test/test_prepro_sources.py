@@ -182,8 +182,12 @@ def what_is_wrong_with_a_file_or_dataset_is_one_line():
     write(folder("in/cut.jsonl.gz"), gzip.compress(b'{"text": "a"}\n' * 1000)[:-20])
     write(folder("in/no.txt.gz"), "not compressed")
     dataset(folder("set"), ["a", "b"])
+    write(folder("in/rows.json"), '[{"text": "a"}]'), write(folder("in/rows.csv"), "text\na\n")
     out = TEXT + ["--out", folder("o")]
     for options, *parts in [
+        ([folder("in/rows.json")], "rows.json", "JSON lines", "--format text"),
+        ([folder("in/rows.csv")], "rows.csv", "JSON lines"),
+        ([folder("in/good.parquet"), "--max-tokens", "1.5"], "--max-tokens", "1.5"),
         ([folder("in/a.parquet")], 'no column "text" but id, body'),
         ([folder("in/n.parquet")], "row 1", "no text but int"),
         ([folder("in/cut.parquet")], "cut.parquet"),
@@ -523,7 +527,7 @@ def the_manifest_counts_and_hashes_what_was_written():
 def max_tokens_stops_between_two_documents_for_any_number_of_workers():
     path = as_text(folder("a.txt"), some_documents(3000))
     for workers in (1, 3):
-        run(HASTY + ["--out", folder(f"o{workers}"), "--max-tokens", "50000", "--workers", workers, path])
+        run(HASTY + ["--out", folder(f"o{workers}"), "--max-tokens", "50K", "--workers", workers, path])
     check_same_shards(folder("o1"), folder("o3"), "3 workers")
     manifest = json.loads(read(folder("o1/manifest.json")))
     tokens = manifest["splits"]["train"]["tokens"]
