@@ -1945,9 +1945,7 @@ void trainer_save(Trainer* t) {
     memset(&state, 0, sizeof(state));
     state.step = t->step;
     state.tokens = t->tokens;
-    state.data_position = run->has_train ? dataloader_position(&run->train) : 0;
-    state.data_tokens = run->has_train ? dataloader_total_tokens(&run->train) : 0;
-    state.data_hash = run->data_hash;
+    run_data_place(run, &state);
     state.seed = (uint64_t)run->opt.seed;
     state.options = options_json(&run->opt);
     const char* tokenizer = run->tokenizer_path  ? run->tokenizer_path

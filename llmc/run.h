@@ -300,6 +300,14 @@ static inline double schedule_rate(const Options* opt, uint64_t tokens) {
     return learning_rate(opt->schedule, step, opt->warmup_steps, steps, opt->lr, opt->min_lr);
 }
 
+// For a checkpoint: the place in the data. A run on a --batch file keeps the one of the run that it goes on from.
+static inline void run_data_place(const Run* run, TrainerState* state) {
+    const TrainerState* before = &run->state;
+    state->data_position = run->has_train ? dataloader_position(&run->train) : before->data_position;
+    state->data_tokens = run->has_train ? dataloader_total_tokens(&run->train) : before->data_tokens;
+    state->data_hash = run->has_train ? run->data_hash : before->data_hash;
+}
+
 // After each save: the tokenizer's files are those of the newest checkpoint now. Where they came from may be an older
 // one, which --keep has just removed.
 static inline void run_saved(Run* run, int64_t step) {

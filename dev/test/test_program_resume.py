@@ -163,7 +163,13 @@ def a_checkpoint_of_a_batch_file_can_be_looked_at_without_it():
     checkpoint = step_folder(folder("out"), 1)
     check("sequences of 20" in run([PROGRAM, "--resume", checkpoint, "--eval", "--val-data", val]).out, "not the file's length")
     run([PROGRAM, "--resume", checkpoint, "--generate", 2])
-    run([PROGRAM, "--resume", checkpoint, "--train-data", stories(), "--batch-size", 4, "--seq-len", 16, "--steps", 2])
+    shards = ["--train-data", stories(), "--batch-size", 4, "--seq-len", 16]
+    run([PROGRAM, "--resume", checkpoint, *shards, "--steps", 2, "--out", folder("a")])
+    batch_file(folder("batch"), 4, 16)  # and on a batch in between: the place in the shards is kept
+    run([PROGRAM, "--resume", "--batch", folder("batch"), "--steps", 3, "--out", folder("a")])
+    run([PROGRAM, "--resume", *shards, "--steps", 4, "--out", folder("a")])
+    places = [state_of(step_folder(folder("a"), step))["data_position"] for step in (2, 3, 4)]
+    check(places == ["4", "4", "8"], f"{places}")
 
 
 @test
