@@ -36,7 +36,7 @@ static inline void fuzz_failed(const char* what, const char* file, int line) {
 #define FUZZ_SLOTS ((size_t)1 << 18)
 static const void* fuzz_live[FUZZ_SLOTS]; // open addressing; NULL: free
 static size_t fuzz_num_live;
-static bool fuzz_running;
+static __thread bool fuzz_running; // in the thread that reads: libFuzzer's own takes memory, too, whenever it likes
 
 int __sanitizer_install_malloc_and_free_hooks(void (*)(const volatile void*, size_t), void (*)(const volatile void*));
 
