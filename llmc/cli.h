@@ -276,7 +276,8 @@ static inline int option_find(const char* name) { // row of a name without dashe
     return -1;
 }
 
-// Was the option on the command line, or in the one of the run that is resumed? Asking for one that does not exist is an error of the program.
+// Was the option on the command line, or in the one of the run that is resumed? Asking for one that does not exist is an
+// error of the program.
 static inline bool options_given(const Options* opt, const char* name) {
     int i = option_find(name);
     if (i < 0) { fatal("program error: options_given(\"%s\"): no such option in option_table (llmc/cli.h)", name); }

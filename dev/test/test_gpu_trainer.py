@@ -408,6 +408,15 @@ def a_rank_that_hangs_before_it_is_connected_is_named_and_given_up():  # R2, R10
         check(f"error: rank {rank} has not come for 12 s" in r.err, r.err[-400:])
 
 
+@test
+def ranks_that_see_other_data_are_refused():  # as two machines with different files under one name
+    command = [*RANKS, "--steps", 1, "--train-data"]
+    mine, other, val, other_val = (stories(n, seed=i) for i, n in enumerate(("train", "other", "val", "other_val"), 1))
+    for option, first, second in (("train-data", [mine], [other]), ("val-data", [mine, "--val-data", val], [mine, "--val-data", other_val])):
+        r = run([*MPIRUN, "-np", 1, *command, *first, ":", "-np", 1, *command, *second], env={"EMU_DEVICES": "2"}, code=None, timeout=100)
+        check(r.code == 1 and len(said(r)) == 1 and f"this rank sees other --{option} than rank 0" in said(r)[0], f"exit code {r.code}: {r.err[-400:]}")
+
+
 @emu_test
 def ranks_that_cannot_connect_are_told_what_to_try():  # R2, R3
     command = [*RANKS, "--train-data", stories(), "--steps", 1]
