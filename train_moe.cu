@@ -733,14 +733,14 @@ __device__ inline float group_sum(float x, int lanes) {
 // that are rotated with them. Where HD/8 is no power of 2 some lanes have no elements. Bandwidth: 4 bytes an element;
 // the token's row of cosines and sines comes from memory once.
 __global__ void qk_norm_rope_forward_kernel3(bf16* qk, float* rstd, const bf16* qkv, const bf16* q_norm,
-                                             const bf16* k_norm, const float* rope, size_t T, size_t first, int NH,
-                                             int NKV, int HD, float eps, int lanes) {
+                                             const bf16* k_norm, const float* rope, size_t T, int NH, int NKV,
+                                             int HD, float eps, int lanes) {
     size_t n = blockIdx.x;
     int i = threadIdx.x % lanes * 4, half = HD / 2, groups = blockDim.x / lanes;
     float cosine[4] = {0, 0, 0, 0}, sine[4] = {0, 0, 0, 0};
     if (i < half) {
-        load4(cosine, rope + (first + n % T) * HD + i);
-        load4(sine, rope + (first + n % T) * HD + half + i);
+        load4(cosine, rope + n % T * HD + i);
+        load4(sine, rope + n % T * HD + half + i);
     }
     for (int h0 = 0; h0 < NH + NKV; h0 += groups) { // all lanes of a warp stay together for the sums
         int h = h0 + threadIdx.x / lanes;
@@ -779,15 +779,14 @@ int rope_lanes(int HD) {
 }
 
 void qk_norm_rope_forward(bf16* qk, float* rstd, const bf16* qkv, const bf16* q_norm, const bf16* k_norm,
-                          const float* rope, size_t N, size_t T, size_t first, int NH, int NKV, int HD, float eps,
+                          const float* rope, size_t N, size_t T, int NH, int NKV, int HD, float eps,
                           cudaStream_t stream) {
-    // qk (N,(NH+NKV)*HD) =, rstd (N,NH+NKV) =; qkv (N,(NH+2*NKV)*HD); rope: see rope_table; token n is at position
-    // first + n % T
+    // qk (N,(NH+NKV)*HD) =, rstd (N,NH+NKV) =; qkv (N,(NH+2*NKV)*HD); rope: see rope_table; token n is at position n % T
     int lanes = rope_lanes(HD);
     if (N == 0) { return; }
     size_t wanted = ceil_div((size_t)(NH + NKV) * lanes, 32) * 32, threads = wanted < 256 ? wanted : 256;
-    qk_norm_rope_forward_kernel3<<<N, threads, 0, stream>>>(qk, rstd, qkv, q_norm, k_norm, rope, T, first, NH, NKV, HD,
-                                                            eps, lanes);
+    qk_norm_rope_forward_kernel3<<<N, threads, 0, stream>>>(qk, rstd, qkv, q_norm, k_norm, rope, T, NH, NKV, HD, eps,
+                                                            lanes);
     launchCheck("qk_norm_rope_forward_kernel3");
 }
 
@@ -1594,62 +1593,6 @@ void attention_flash_backward(bf16* d_q, bf16* d_k, bf16* d_v, float* delta, con
                                                             stream);
         attention_backward_dq_launch<128, 64, 32, 32, 2>(d_q, d_out, lse, delta, q, k, v, doc_start, s, stream);
     }
-}
-
-// A block has one query head. Warp w goes over keys w, w+8, ... with a running maximum, then the eight partial results
-// are brought to one maximum and added in the order of the warps. Bound by latency; few tokens are generated.
-__global__ void attention_decode_kernel1(bf16* out, const bf16* q, const bf16* k_cache, const bf16* v_cache,
-                                         int position, AttentionShape s) {
-    __shared__ float partial[8][128], maxima[8], sums[8];
-    int h = blockIdx.x, kv = h / (s.NH / s.NKV), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float scale = 1 / sqrtf((float)s.HD), q_h[4], acc[4] = {0, 0, 0, 0}, maximum = -INFINITY, sum = 0;
-    for (int i = 0; i < 4; i++) {
-        int c = lane + 32 * i;
-        q_h[i] = c < s.HD ? __bfloat162float(q[h * s.HD + c]) : 0.0f;
-    }
-    for (int j = warp; j <= position; j += 8) {
-        const bf16 *k_j = k_cache + j * s.ld_qk + kv * s.HD, *v_j = v_cache + j * s.ld_v + kv * s.HD;
-        float score = 0;
-        for (int i = 0; i < 4; i++) {
-            int c = lane + 32 * i;
-            if (c < s.HD) { score += q_h[i] * __bfloat162float(k_j[c]); }
-        }
-        score = warp_sum(score) * scale;
-        float larger = fmaxf(maximum, score), rescale = expf(maximum - larger), p = expf(score - larger);
-        maximum = larger;
-        sum = sum * rescale + p;
-        for (int i = 0; i < 4; i++) {
-            int c = lane + 32 * i;
-            if (c < s.HD) { acc[i] = acc[i] * rescale + p * __bfloat162float(v_j[c]); }
-        }
-    }
-    for (int i = 0; i < 4; i++) { partial[warp][lane + 32 * i] = acc[i]; }
-    if (lane == 0) {
-        maxima[warp] = maximum;
-        sums[warp] = sum;
-    }
-    __syncthreads(); // the results of all warps are there
-    int c = threadIdx.x;
-    if (c >= s.HD) { return; }
-    float largest = -INFINITY, total = 0, result = 0;
-    for (int w = 0; w < 8; w++) { largest = fmaxf(largest, maxima[w]); } // finite: key 0 is warp 0's
-    for (int w = 0; w < 8; w++) {
-        float rescale = expf(maxima[w] - largest); // 0 for a warp without keys
-        total += sums[w] * rescale;
-        result += partial[w][c] * rescale;
-    }
-    out[h * s.HD + c] = __float2bfloat16(result / total);
-}
-
-void attention_decode(bf16* out, const bf16* q, const bf16* k_cache, const bf16* v_cache, size_t position,
-                      AttentionShape s, cudaStream_t stream) {
-    // one token at `position`: out (A) =; q (A); k_cache, v_cache (context,NKV*HD) with ld_qk, ld_v, rows 0..position
-    // filled
-    attention_check("attention_decode", s);
-    if (position >= INT_MAX) { fatal("attention_decode: position must be below 2^31-1, is %zu", position); }
-    if (s.NH == 0) { return; }
-    attention_decode_kernel1<<<(unsigned)s.NH, 256, 0, stream>>>(out, q, k_cache, v_cache, (int)position, s);
-    launchCheck("attention_decode_kernel1");
 }
 
 // ----------------------------------------------------------------------------
@@ -3626,7 +3569,7 @@ typedef struct {
 
 // Where the memory goes; --dry-run prints it and model_create allocates just this.
 typedef struct {
-    size_t weights, master, gradients, moments, activations, logits, backward, sampling, other;
+    size_t weights, master, gradients, moments, activations, logits, backward, other;
 } MemoryPlan;
 
 size_t model_other_bytes(const MoEConfig* c, const ParamTable* places, size_t B, size_t T, bool training) {
@@ -3657,8 +3600,7 @@ MemoryPlan memory_plan(Acts* acts, const MoEConfig* padded, const ParamTable* pl
 }
 
 size_t memory_plan_total(const MemoryPlan* p) {
-    return p->weights + p->master + p->gradients + p->moments + p->activations + p->logits + p->backward + p->sampling +
-           p->other;
+    return p->weights + p->master + p->gradients + p->moments + p->activations + p->logits + p->backward + p->other;
 }
 
 void rope_table(float* table, size_t T, int HD, double theta) {
@@ -3904,7 +3846,7 @@ void model_forward(Model* model, const Microbatch* mb) {
         phase(model, PHASE_QKV_O, l);
         matmul_forward(a->qkv, a->attn_norm, w->qkv_proj, N, C, QKV, stream);
         phase(model, PHASE_NORMS, l);
-        qk_norm_rope_forward(a->qk, a->qk_rstd, a->qkv, w->q_norm, w->k_norm, model->rope, N, T, 0, NH, NKV, HD, eps,
+        qk_norm_rope_forward(a->qk, a->qk_rstd, a->qkv, w->q_norm, w->k_norm, model->rope, N, T, NH, NKV, HD, eps,
                              stream);
         phase(model, PHASE_ATTENTION, l);
         attention_forward(model, a);
@@ -4149,116 +4091,47 @@ void model_evaluate(Model* model, const Microbatch* mb) {
 }
 
 // ----------------------------------------------------------------------------
-// generation: one token at a time, with a cache of keys and values, through the same ops as training
+// generation, as in llm.c without a cache of keys and values: for each new token the whole context goes through
+// model_forward. What samples is what was trained, kernel for kernel, and on a GPU a context is one small microbatch.
 
 typedef struct {
     Model* model;
-    Acts acts;                 // of one token
-    char* memory;
-    bf16 **k_cache, **v_cache; // (L) of (context, KV)
-    int* token;                // (1) on the device
-    size_t context, position;  // how many positions there are, how many are filled
-    float* logits;             // (vocab_size) of the last token fed, on the host
+    size_t context; // the most positions
+    int* tokens;    // (context) on the device
+    float* logits;  // (vocab_size) of the last token fed, on the host
 } Decoder;
-
-size_t decoder_layout(Decoder* d, const MoEConfig* padded, Switches s) {
-    // what lies in d->memory (NULL: only to measure); returns its bytes
-    Arena mem = {d->memory, 0};
-    size_t KV = (size_t)padded->num_key_value_heads * padded->head_dim;
-    s.attention = ATTENTION_FLASH; // no scores to keep
-    acts_layout(&d->acts, &mem, padded, &s, 1, 1);
-    logits_layout(&d->acts, &mem, padded, 1, 1);
-    d->token = take_int(&mem, 1);
-    for (int l = 0; l < padded->num_hidden_layers; l++) {
-        d->k_cache[l] = take_bf16(&mem, d->context * KV);
-        d->v_cache[l] = take_bf16(&mem, d->context * KV);
-    }
-    return mem.used;
-}
-
-size_t decoder_plan(Decoder* d, const MoEConfig* padded, Switches s, size_t context) {
-    // all but the memory on the device; returns how many bytes that takes
-    size_t L = padded->num_hidden_layers;
-    memset(d, 0, sizeof(*d));
-    d->context = context;
-    d->acts.layers = (LayerActs*)callocCheck(L, sizeof(LayerActs));
-    d->k_cache = (bf16**)callocCheck(L, sizeof(bf16*));
-    d->v_cache = (bf16**)callocCheck(L, sizeof(bf16*));
-    d->logits = (float*)mallocCheck(padded->vocab_size * sizeof(float));
-    return decoder_layout(d, padded, s);
-}
 
 void decoder_create(Decoder* d, Model* model) {
     // the context is the model's T: a model is not asked for positions that it has not been trained on
-    size_t bytes = decoder_plan(d, &model->padded, model->switches, model->T);
     d->model = model;
-    d->memory = (char*)device_alloc(bytes);
-    decoder_layout(d, &model->padded, model->switches);
+    d->context = model->T;
+    d->tokens = (int*)device_alloc(d->context * sizeof(int));
+    d->logits = (float*)mallocCheck(model->config.vocab_size * sizeof(float));
+    cudaCheck(cudaMemsetAsync(d->tokens, 0, d->context * sizeof(int), model->stream));
+    model_sums_begin(model); // nobody reads them
 }
 
 void decoder_free(Decoder* d) {
-    if (d->memory) { cudaCheck(cudaFree(d->memory)); }
-    free(d->acts.layers);
-    free(d->k_cache);
-    free(d->v_cache);
+    if (d->tokens) { cudaCheck(cudaFree(d->tokens)); }
     free(d->logits);
 }
 
-void decoder_attention(Model* model, Decoder* d, int l) {
-    // appends this token's k and v to the caches of layer l, then attention over all of them
-    const MoEConfig* c = &model->config;
-    LayerActs* a = &d->acts.layers[l];
-    size_t A = (size_t)c->num_attention_heads * c->head_dim, KV = (size_t)c->num_key_value_heads * c->head_dim;
-    AttentionShape s = attention_shape(c, 1, d->context);
-    s.ld_qk = s.ld_v = KV; // of the caches
-    cudaCheck(cudaMemcpyAsync(d->k_cache[l] + d->position * KV, a->qk + A, KV * sizeof(bf16), cudaMemcpyDeviceToDevice,
-                              model->stream));
-    cudaCheck(cudaMemcpyAsync(d->v_cache[l] + d->position * KV, a->qkv + A + KV, KV * sizeof(bf16),
-                              cudaMemcpyDeviceToDevice, model->stream));
-    attention_decode(a->attn, a->qk, d->k_cache[l], d->v_cache[l], d->position, s, model->stream);
-}
-
-void decode_token(Model* model, Decoder* d, int token) {
-    // feeds one token at d->position: d->logits (vocab_size) are for the one that follows. The same steps as
-    // model_forward, N = 1.
-    const MoEConfig* c = &model->padded;
-    Acts* acts = &d->acts;
-    cudaStream_t stream = model->stream;
-    size_t C = c->hidden_size, V = c->vocab_size, vocab_size = model->config.vocab_size;
-    int NH = c->num_attention_heads, NKV = c->num_key_value_heads, HD = c->head_dim;
-    int hidden_size = model->config.hidden_size;
-    size_t A = (size_t)NH * HD, QKV = A + 2 * (size_t)NKV * HD;
-    float eps = (float)c->rms_norm_eps;
-    cudaCheck(cudaMemcpyAsync(d->token, &token, sizeof(int), cudaMemcpyHostToDevice, stream));
-    embedding_forward(acts->layers[0].residual_attn, d->token, model->w.embed_tokens, 1, C, stream);
-    const bf16* residual = acts->layers[0].residual_attn;
-    for (int l = 0; l < c->num_hidden_layers; l++) {
-        LayerActs* a = &acts->layers[l];
-        const LayerParams<bf16>* w = &model->w.layers[l];
-        rmsnorm_forward(a->residual_attn, a->attn_norm, a->attn_rstd, residual, l > 0 ? acts->branch : NULL,
-                        w->input_layernorm, 1, C, hidden_size, eps, stream);
-        matmul_forward(a->qkv, a->attn_norm, w->qkv_proj, 1, C, QKV, stream);
-        qk_norm_rope_forward(a->qk, a->qk_rstd, a->qkv, w->q_norm, w->k_norm, model->rope, 1, model->T, d->position,
-                             NH, NKV, HD, eps, stream);
-        decoder_attention(model, d, l);
-        matmul_forward(acts->branch, a->attn, w->o_proj, 1, A, C, stream);
-        rmsnorm_forward(a->residual_mlp, a->mlp_norm, a->mlp_rstd, a->residual_attn, acts->branch,
-                        w->post_attention_layernorm, 1, C, hidden_size, eps, stream);
-        moe_forward(model, acts, l, NULL, 1);
-        residual = a->residual_mlp;
-    }
-    rmsnorm_forward(acts->residual_final, acts->final_norm, acts->final_rstd, residual, acts->branch, model->w.norm, 1,
-                    C, hidden_size, eps, stream);
-    matmul_forward(acts->logits, acts->final_norm, model->w.lm_head, 1, C, V, stream);
-    logits_fetch(d->logits, acts->logits, 1, V, vocab_size, stream);
-    d->position++;
-}
-
-const float* decode(void* decoder, int token, size_t position) {
+const float* decode(void* decoder, int token, size_t position, bool want_logits) {
     // what generate_text calls
     Decoder* d = (Decoder*)decoder;
-    d->position = position;
-    decode_token(d->model, d, token);
+    Model one = *d->model; // its weights and buffers, for one sequence
+    size_t C = one.padded.hidden_size, V = one.padded.vocab_size, T = ceil_div(position + 1, 64) * 64;
+    cudaCheck(cudaMemcpyAsync(d->tokens + position, &token, sizeof(int), cudaMemcpyHostToDevice, one.stream));
+    if (!want_logits) { return NULL; }
+    one.switches.attention = ATTENTION_FLASH; // which has nothing to prepare for each length
+    one.B = 1;
+    one.T = T < d->context ? T : d->context; // a plan of cuBLASLt serves 64 lengths; later positions are not seen
+    Microbatch mb;
+    memset(&mb, 0, sizeof(mb));
+    mb.tokens = mb.targets = d->tokens; // nobody asks for the loss
+    model_forward(&one, &mb);
+    matmul_forward(one.acts.logits, one.acts.final_norm + position * C, one.w.lm_head, 1, C, V, one.stream);
+    logits_fetch(d->logits, one.acts.logits, 1, V, one.config.vocab_size, one.stream);
     return d->logits;
 }
 
@@ -4775,11 +4648,6 @@ MemoryPlan run_memory_plan(const Run* run, size_t B) {
     if (run->num_ranks > 1 && strcmp(run->opt.allreduce_dtype, "bf16") == 0) { // gradients on their way
         plan.other += largest_bucket(&places, padded.num_hidden_layers) * sizeof(bf16);
     }
-    if (run->opt.sample_every > 0) {
-        Decoder d;
-        plan.sampling = decoder_plan(&d, &padded, s, (size_t)run->opt.seq_len);
-        decoder_free(&d);
-    }
     free(acts.layers);
     param_table_free(&places);
     return plan;
@@ -4795,7 +4663,7 @@ void print_memory_plan(const Run* run, FILE* file) {
     MemoryPlan p = run_memory_plan(run, (size_t)run->opt.batch_size);
     const MemoryRow rows[] = {{"weights", p.weights},     {"master weights", p.master},   {"gradients", p.gradients},
                               {"AdamW moments", p.moments}, {"activations", p.activations}, {"logits", p.logits},
-                              {"backward buffers", p.backward}, {"sampling", p.sampling}, {"other", p.other}, {NULL, 0}};
+                              {"backward buffers", p.backward}, {"other", p.other}, {NULL, 0}};
     fprintf(file, "memory       B = %lld, T = %lld, one GPU, MiB\n", (long long)run->opt.batch_size,
             (long long)run->opt.seq_len);
     memory_rows_print(file, rows);
@@ -5037,8 +4905,8 @@ void trainer_open(Trainer* t) {
     param_table_free(&places);
     multi_gpu_connect(&t->gpus, bucket, run->trains && strcmp(opt->allreduce_dtype, "bf16") == 0);
     t->gemm_peak = run->trains && !device_is_emulated(&t->gpus) ? measure_gemm_peak() : NAN;
-    model_create(&t->model, &run->config, trainer_switches(opt), (size_t)opt->batch_size, (size_t)opt->seq_len,
-                 run->trains || opt->dump);
+    model_create(&t->model, &run->config, trainer_switches(opt), opt->generate ? 1 : (size_t)opt->batch_size,
+                 (size_t)opt->seq_len, run->trains || opt->dump);
     if (run->samples) { decoder_create(&t->decoder, &t->model); }
     t->batch = (int*)device_alloc(4 * t->model.B * t->model.T * sizeof(int));
     cudaCheck(cudaEventCreateWithFlags(&t->batch_copied, cudaEventDisableTiming));

@@ -1870,8 +1870,9 @@ void decode_token(Model* model, Decoder* d, int token) {
     d->position++;
 }
 
-const float* decode(void* decoder, int token, size_t position) {
+const float* decode(void* decoder, int token, size_t position, bool want_logits) {
     // what generate_text calls
+    (void)want_logits;
     Decoder* d = (Decoder*)decoder;
     d->position = position;
     decode_token(d->model, d, token);

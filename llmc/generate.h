@@ -6,8 +6,9 @@
 #include "sampler.h"
 #include "text.h"
 
-// Feeds one token at `position` (0 opens a document) and returns the logits (vocab_size) for the one that follows.
-typedef const float* (*DecodeToken)(void* decoder, int token, size_t position);
+// Feeds one token at `position` (0 opens a document) and returns the logits (vocab_size) for the one that follows, which
+// need not be computed where nobody wants them.
+typedef const float* (*DecodeToken)(void* decoder, int token, size_t position, bool want_logits);
 
 // Samples `count` tokens, each document after its prompt. A document ends with the end-of-text token or after `context`
 // positions; the next one starts from the prompt again, after an empty line. one_document: stops at the first end.
@@ -24,7 +25,7 @@ static inline void generate_text(DecodeToken decode, void* decoder, size_t conte
     for (int64_t i = 0; i < count; i++) {
         if (fresh) {
             for (position = 0; position < prompt->count; position++) {
-                logits = decode(decoder, prompt->tokens[position], position);
+                logits = decode(decoder, prompt->tokens[position], position, position + 1 == prompt->count);
                 if (prompt->tokens[position] != prompt->eot) { text_out_token(out, prompt->tokens[position]); }
             }
         }
@@ -40,7 +41,7 @@ static inline void generate_text(DecodeToken decode, void* decoder, size_t conte
             text_out_end(out);
             fprintf(out->file, "\n");
         }
-        if (!fresh) { logits = decode(decoder, token, position++); }
+        if (!fresh) { logits = decode(decoder, token, position++, true); }
     }
     text_out_end(out);
     free(scratch);

@@ -302,65 +302,6 @@ void attention_flash_forward(bf16* out, float* lse, const bf16* q, const bf16* k
 }
 
 // ----------------------------------------------------------------------------
-// one new token
-
-// A block has one query head. Warp w goes over keys w, w+8, ... with a running maximum, then the eight partial results
-// are brought to one maximum and added in the order of the warps. Bound by latency; few tokens are generated.
-__global__ void attention_decode_kernel1(bf16* out, const bf16* q, const bf16* k_cache, const bf16* v_cache,
-                                         int position, AttentionShape s) {
-    __shared__ float partial[8][128], maxima[8], sums[8];
-    int h = blockIdx.x, kv = h / (s.NH / s.NKV), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float scale = 1 / sqrtf((float)s.HD), q_h[4], acc[4] = {0, 0, 0, 0}, maximum = -INFINITY, sum = 0;
-    for (int i = 0; i < 4; i++) {
-        int c = lane + 32 * i;
-        q_h[i] = c < s.HD ? __bfloat162float(q[h * s.HD + c]) : 0.0f;
-    }
-    for (int j = warp; j <= position; j += 8) {
-        const bf16 *k_j = k_cache + j * s.ld_qk + kv * s.HD, *v_j = v_cache + j * s.ld_v + kv * s.HD;
-        float score = 0;
-        for (int i = 0; i < 4; i++) {
-            int c = lane + 32 * i;
-            if (c < s.HD) { score += q_h[i] * __bfloat162float(k_j[c]); }
-        }
-        score = warp_sum(score) * scale;
-        float larger = fmaxf(maximum, score), rescale = expf(maximum - larger), p = expf(score - larger);
-        maximum = larger;
-        sum = sum * rescale + p;
-        for (int i = 0; i < 4; i++) {
-            int c = lane + 32 * i;
-            if (c < s.HD) { acc[i] = acc[i] * rescale + p * __bfloat162float(v_j[c]); }
-        }
-    }
-    for (int i = 0; i < 4; i++) { partial[warp][lane + 32 * i] = acc[i]; }
-    if (lane == 0) {
-        maxima[warp] = maximum;
-        sums[warp] = sum;
-    }
-    __syncthreads(); // the results of all warps are there
-    int c = threadIdx.x;
-    if (c >= s.HD) { return; }
-    float largest = -INFINITY, total = 0, result = 0;
-    for (int w = 0; w < 8; w++) { largest = fmaxf(largest, maxima[w]); } // finite: key 0 is warp 0's
-    for (int w = 0; w < 8; w++) {
-        float rescale = expf(maxima[w] - largest); // 0 for a warp without keys
-        total += sums[w] * rescale;
-        result += partial[w][c] * rescale;
-    }
-    out[h * s.HD + c] = __float2bfloat16(result / total);
-}
-
-void attention_decode(bf16* out, const bf16* q, const bf16* k_cache, const bf16* v_cache, size_t position,
-                      AttentionShape s, cudaStream_t stream) {
-    // one token at `position`: out (A) =; q (A); k_cache, v_cache (context,NKV*HD) with ld_qk, ld_v, rows 0..position
-    // filled
-    attention_check("attention_decode", s);
-    if (position >= INT_MAX) { fatal("attention_decode: position must be below 2^31-1, is %zu", position); }
-    if (s.NH == 0) { return; }
-    attention_decode_kernel1<<<(unsigned)s.NH, 256, 0, stream>>>(out, q, k_cache, v_cache, (int)position, s);
-    launchCheck("attention_decode_kernel1");
-}
-
-// ----------------------------------------------------------------------------
 // checks
 
 #define NUM_KERNELS 4
@@ -414,29 +355,12 @@ void check_doc_end() {
     check_equal("doc_bounds: end without documents", doc_end.get(), std::vector<int>(12, 6));
 }
 
-void check_decode(size_t position, int NH, int NKV, int HD) {
-    // the last token of a sequence: decode must agree with the CPU's, which reads a cache (NKV,T,HD)
-    AttentionCase c = {1, position + 3, NH, NKV, HD, WHOLE};
-    Reference r(c);
-    AttentionShape s = r.s;
-    size_t A = (size_t)NH * HD;
-    std::vector<float> q(r.qk.begin(), r.qk.begin() + A), want(A), scores(c.T);
-    cpu::attention_decode(want.data(), q.data(), r.k.data(), r.v.data(), scores.data(), position, r.shape);
-    Device<bf16> q_device(to_bf16(q)), qk(to_bf16(r.qk)), qkv(to_bf16(r.qkv)), out(A);
-    attention_decode(out, q_device, qk + A, qkv + s.ld_qk, position, s, 0);
-    check_bf16("attention_decode", out.get(), want);
-}
-
 void check_all(int kernel) {
     for (const AttentionCase& c : attention_cases) { check_forward(kernel, c, 1.7f); }
     check_forward(kernel, {1, 65, 2, 1, 64, RANDOM}, 12.0f); // scores of some hundreds: rows nearly one-hot
     if (dev_long()) { check_forward(kernel, long_case, 1.7f); }
     if (kernel != NUM_KERNELS) { return; }
     check_doc_end();
-    check_decode(0, 4, 2, 8);
-    check_decode(6, 8, 1, 64);
-    check_decode(100, 4, 4, 120);
-    check_decode(40, 2, 1, 128);
 }
 
 void bench_all(int kernel) {

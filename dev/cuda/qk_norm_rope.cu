@@ -21,13 +21,13 @@ enum { NUM_KERNELS = 3 };
 
 // A thread owns a head of a token.
 __global__ void qk_norm_rope_forward_kernel1(bf16* qk, float* rstd, const bf16* qkv, const bf16* q_norm,
-                                             const bf16* k_norm, const float* rope, size_t N, size_t T, size_t first,
-                                             int NH, int NKV, int HD, float eps) {
+                                             const bf16* k_norm, const float* rope, size_t N, size_t T, int NH,
+                                             int NKV, int HD, float eps) {
     size_t thread = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     size_t n = thread / (NH + NKV), h = thread % (NH + NKV);
     if (n >= N) { return; }
     const bf16 *x = qkv + (n * (NH + 2 * NKV) + h) * HD, *weight = h < NH ? q_norm : k_norm;
-    const float *cosine = rope + (first + n % T) * HD, *sine = cosine + HD / 2;
+    const float *cosine = rope + n % T * HD, *sine = cosine + HD / 2;
     bf16* out = qk + thread * HD;
     float sum = 0;
     for (int i = 0; i < HD; i++) { sum += __bfloat162float(x[i]) * __bfloat162float(x[i]); }
@@ -89,10 +89,10 @@ __global__ void qk_norm_rope_backward_kernel1(bf16* d_qkv, const bf16* qkv, cons
 }
 
 void qk_norm_rope_forward1(bf16* qk, float* rstd, const bf16* qkv, const bf16* q_norm, const bf16* k_norm,
-                           const float* rope, size_t N, size_t T, size_t first, int NH, int NKV, int HD, float eps,
+                           const float* rope, size_t N, size_t T, int NH, int NKV, int HD, float eps,
                            cudaStream_t stream) {
     qk_norm_rope_forward_kernel1<<<ceil_div(N * (NH + NKV), 128), 128, 0, stream>>>(
-        qk, rstd, qkv, q_norm, k_norm, rope, N, T, first, NH, NKV, HD, eps);
+        qk, rstd, qkv, q_norm, k_norm, rope, N, T, NH, NKV, HD, eps);
     launchCheck("qk_norm_rope_forward_kernel1");
 }
 void qk_norm_rope_backward1(bf16* d_qkv, float* d_q_norm, float* d_k_norm, const bf16* qkv, const float* rstd,
@@ -110,14 +110,14 @@ void qk_norm_rope_backward1(bf16* d_qkv, float* d_q_norm, float* d_k_norm, const
 // kernel 2: a warp a head
 
 __global__ void qk_norm_rope_forward_kernel2(bf16* qk, float* rstd, const bf16* qkv, const bf16* q_norm,
-                                             const bf16* k_norm, const float* rope, size_t N, size_t T, size_t first,
-                                             int NH, int NKV, int HD, float eps) {
+                                             const bf16* k_norm, const float* rope, size_t N, size_t T, int NH,
+                                             int NKV, int HD, float eps) {
     size_t head = blockIdx.x * (size_t)(blockDim.x / 32) + threadIdx.x / 32;
     size_t n = head / (NH + NKV), h = head % (NH + NKV);
     int lane = threadIdx.x % 32, half = HD / 2;
     if (n >= N) { return; }
     const bf16 *x = qkv + (n * (NH + 2 * NKV) + h) * HD, *weight = h < NH ? q_norm : k_norm;
-    const float *cosine = rope + (first + n % T) * HD, *sine = cosine + half;
+    const float *cosine = rope + n % T * HD, *sine = cosine + half;
     bf16* out = qk + head * HD;
     float sum = 0;
     for (int i = lane; i < HD; i += 32) { sum += __bfloat162float(x[i]) * __bfloat162float(x[i]); }
@@ -180,10 +180,10 @@ __global__ void qk_norm_rope_backward_kernel2(bf16* d_qkv, const bf16* qkv, cons
 }
 
 void qk_norm_rope_forward2(bf16* qk, float* rstd, const bf16* qkv, const bf16* q_norm, const bf16* k_norm,
-                           const float* rope, size_t N, size_t T, size_t first, int NH, int NKV, int HD, float eps,
+                           const float* rope, size_t N, size_t T, int NH, int NKV, int HD, float eps,
                            cudaStream_t stream) {
     qk_norm_rope_forward_kernel2<<<ceil_div(N * (NH + NKV), 8), 256, 0, stream>>>(
-        qk, rstd, qkv, q_norm, k_norm, rope, N, T, first, NH, NKV, HD, eps);
+        qk, rstd, qkv, q_norm, k_norm, rope, N, T, NH, NKV, HD, eps);
     launchCheck("qk_norm_rope_forward_kernel2");
 }
 void qk_norm_rope_backward2(bf16* d_qkv, float* d_q_norm, float* d_k_norm, const bf16* qkv, const float* rstd,
@@ -213,14 +213,14 @@ __device__ inline float group_sum(float x, int lanes) {
 // that are rotated with them. Where HD/8 is no power of 2 some lanes have no elements. Bandwidth: 4 bytes an element;
 // the token's row of cosines and sines comes from memory once.
 __global__ void qk_norm_rope_forward_kernel3(bf16* qk, float* rstd, const bf16* qkv, const bf16* q_norm,
-                                             const bf16* k_norm, const float* rope, size_t T, size_t first, int NH,
-                                             int NKV, int HD, float eps, int lanes) {
+                                             const bf16* k_norm, const float* rope, size_t T, int NH, int NKV,
+                                             int HD, float eps, int lanes) {
     size_t n = blockIdx.x;
     int i = threadIdx.x % lanes * 4, half = HD / 2, groups = blockDim.x / lanes;
     float cosine[4] = {0, 0, 0, 0}, sine[4] = {0, 0, 0, 0};
     if (i < half) {
-        load4(cosine, rope + (first + n % T) * HD + i);
-        load4(sine, rope + (first + n % T) * HD + half + i);
+        load4(cosine, rope + n % T * HD + i);
+        load4(sine, rope + n % T * HD + half + i);
     }
     for (int h0 = 0; h0 < NH + NKV; h0 += groups) { // all lanes of a warp stay together for the sums
         int h = h0 + threadIdx.x / lanes;
@@ -259,15 +259,14 @@ int rope_lanes(int HD) {
 }
 
 void qk_norm_rope_forward(bf16* qk, float* rstd, const bf16* qkv, const bf16* q_norm, const bf16* k_norm,
-                          const float* rope, size_t N, size_t T, size_t first, int NH, int NKV, int HD, float eps,
+                          const float* rope, size_t N, size_t T, int NH, int NKV, int HD, float eps,
                           cudaStream_t stream) {
-    // qk (N,(NH+NKV)*HD) =, rstd (N,NH+NKV) =; qkv (N,(NH+2*NKV)*HD); rope: see rope_table; token n is at position
-    // first + n % T
+    // qk (N,(NH+NKV)*HD) =, rstd (N,NH+NKV) =; qkv (N,(NH+2*NKV)*HD); rope: see rope_table; token n is at position n % T
     int lanes = rope_lanes(HD);
     if (N == 0) { return; }
     size_t wanted = ceil_div((size_t)(NH + NKV) * lanes, 32) * 32, threads = wanted < 256 ? wanted : 256;
-    qk_norm_rope_forward_kernel3<<<N, threads, 0, stream>>>(qk, rstd, qkv, q_norm, k_norm, rope, T, first, NH, NKV, HD,
-                                                            eps, lanes);
+    qk_norm_rope_forward_kernel3<<<N, threads, 0, stream>>>(qk, rstd, qkv, q_norm, k_norm, rope, T, NH, NKV, HD, eps,
+                                                            lanes);
     launchCheck("qk_norm_rope_forward_kernel3");
 }
 
@@ -368,10 +367,10 @@ void qk_norm_rope_backward(bf16* d_qkv, float* d_q_norm, float* d_k_norm, const 
 const float EPS = 1e-6f;
 
 void forward(int kernel, bf16* qk, float* rstd, const bf16* qkv, const bf16* q_norm, const bf16* k_norm,
-             const float* rope, size_t N, size_t T, size_t first, int NH, int NKV, int HD) {
-    if (kernel == 1) { qk_norm_rope_forward1(qk, rstd, qkv, q_norm, k_norm, rope, N, T, first, NH, NKV, HD, EPS, 0); }
-    if (kernel == 2) { qk_norm_rope_forward2(qk, rstd, qkv, q_norm, k_norm, rope, N, T, first, NH, NKV, HD, EPS, 0); }
-    if (kernel == 3) { qk_norm_rope_forward(qk, rstd, qkv, q_norm, k_norm, rope, N, T, first, NH, NKV, HD, EPS, 0); }
+             const float* rope, size_t N, size_t T, int NH, int NKV, int HD) {
+    if (kernel == 1) { qk_norm_rope_forward1(qk, rstd, qkv, q_norm, k_norm, rope, N, T, NH, NKV, HD, EPS, 0); }
+    if (kernel == 2) { qk_norm_rope_forward2(qk, rstd, qkv, q_norm, k_norm, rope, N, T, NH, NKV, HD, EPS, 0); }
+    if (kernel == 3) { qk_norm_rope_forward(qk, rstd, qkv, q_norm, k_norm, rope, N, T, NH, NKV, HD, EPS, 0); }
 }
 void backward(int kernel, bf16* d_qkv, float* d_q_norm, float* d_k_norm, const bf16* qkv, const float* rstd,
               const bf16* q_norm, const bf16* k_norm, const float* rope, float* partials, size_t N, size_t T, int NH,
@@ -399,25 +398,22 @@ void copy_heads(std::vector<float>& rows, std::vector<float>& heads_first, size_
     }
 }
 
-void check_forward(int kernel, const char* what, size_t B, size_t T, size_t first, int NH, int NKV, int HD) {
-    size_t N = B * T, in_heads = NH + 2 * NKV, out_heads = NH + NKV, cache = first + T;
-    std::vector<float> qkv = random_floats(N * in_heads * HD, 2, 1), rope(cache * HD);
+void check_forward(int kernel, const char* what, size_t B, size_t T, int NH, int NKV, int HD) {
+    size_t N = B * T, in_heads = NH + 2 * NKV, out_heads = NH + NKV;
+    std::vector<float> qkv = random_floats(N * in_heads * HD, 2, 1), rope(T * HD);
     std::vector<float> q_norm = random_floats(HD, 1, 2), k_norm = random_floats(HD, 1, 3);
-    cpu::rope_table(rope.data(), cache, HD, 10000);
-    std::vector<float> q(N * NH * HD), k(B * NKV * cache * HD), v(k.size()), want_rstd(N * out_heads);
+    cpu::rope_table(rope.data(), T, HD, 10000);
+    std::vector<float> q(N * NH * HD), k(N * NKV * HD), v(k.size()), want_rstd(N * out_heads);
     cpu::qk_norm_rope_forward(q.data(), k.data(), v.data(), want_rstd.data(), qkv.data(), q_norm.data(), k_norm.data(),
-                              rope.data(), B, T, first, cache, NH, NKV, HD, EPS);
-    std::vector<float> want(N * out_heads * HD), k_new(N * NKV * HD); // the last T positions of the cache
-    for (size_t i = 0; i < k_new.size(); i++) {
-        k_new[i] = k[i / (T * HD) * cache * HD + first * HD + i % (T * HD)];
-    }
+                              rope.data(), B, T, 0, T, NH, NKV, HD, EPS);
+    std::vector<float> want(N * out_heads * HD);
     copy_heads(want, q, B, T, NH, 0, out_heads, HD, true);
-    copy_heads(want, k_new, B, T, NKV, NH, out_heads, HD, true);
+    copy_heads(want, k, B, T, NKV, NH, out_heads, HD, true);
 
     Device<bf16> qk(N * out_heads * HD), device_qkv(to_bf16(qkv));
     Device<bf16> device_q_norm(to_bf16(q_norm)), device_k_norm(to_bf16(k_norm));
     Device<float> rstd(N * out_heads), device_rope(rope);
-    forward(kernel, qk, rstd, device_qkv, device_q_norm, device_k_norm, device_rope, N, T, first, NH, NKV, HD);
+    forward(kernel, qk, rstd, device_qkv, device_q_norm, device_k_norm, device_rope, N, T, NH, NKV, HD);
     check_bf16(what, qk.get(), want);
     check_f32(what, rstd.get(), want_rstd);
 }
@@ -451,12 +447,12 @@ void check_backward(int kernel, const char* what, size_t B, size_t T, int NH, in
 }
 
 void check_all(int kernel) {
-    check_forward(kernel, "one token", 1, 1, 0, 1, 1, 8);
-    check_forward(kernel, "one token at position 37", 1, 1, 37, 8, 1, 64);
-    check_forward(kernel, "head sizes that are no power of 2", 2, 3, 0, 3, 3, 24);
-    check_forward(kernel, "many heads", 1, 5, 0, 40, 8, 40);
-    check_forward(kernel, "smol-500m's heads", 2, 9, 0, 16, 16, 64);
-    check_forward(kernel, "large heads", 1, 3, 0, 5, 2, 128);
+    check_forward(kernel, "one token", 1, 1, 1, 1, 8);
+    check_forward(kernel, "eight heads share one", 1, 38, 8, 1, 64);
+    check_forward(kernel, "head sizes that are no power of 2", 2, 3, 3, 3, 24);
+    check_forward(kernel, "many heads", 1, 5, 40, 8, 40);
+    check_forward(kernel, "smol-500m's heads", 2, 9, 16, 16, 64);
+    check_forward(kernel, "large heads", 1, 3, 5, 2, 128);
     check_backward(kernel, "one token", 1, 1, 1, 1, 8);
     check_backward(kernel, "head sizes that are no power of 2", 2, 3, 3, 3, 24);
     check_backward(kernel, "several tokens a block", 3, 171, 3, 1, 8);
@@ -464,7 +460,7 @@ void check_all(int kernel) {
     check_backward(kernel, "smol-500m's heads", 2, 9, 16, 16, 64);
     check_backward(kernel, "large heads", 1, 3, 5, 2, 128);
     if (dev_long()) {
-        check_forward(kernel, "smol-500m", 8, 4096, 0, 16, 16, 64);
+        check_forward(kernel, "smol-500m", 8, 4096, 16, 16, 64);
         check_backward(kernel, "smol-500m", 8, 4096, 16, 16, 64);
     }
 }
@@ -480,7 +476,7 @@ void bench_all(int kernel) {
     std::string name = " kernel " + std::to_string(kernel) + ", N 32768, NH 16, NKV 16, HD 64";
     double elements = (double)N * (NH + NKV) * HD;
     bench(("qk_norm_rope_forward" + name).c_str(), 4 * elements, 0,
-          [&] { forward(kernel, qk, rstd, qkv, weight, weight, device_rope, N, T, 0, NH, NKV, HD); });
+          [&] { forward(kernel, qk, rstd, qkv, weight, weight, device_rope, N, T, NH, NKV, HD); });
     bench(("qk_norm_rope_backward" + name).c_str(), 6 * elements, 0, [&] {
         backward(kernel, d_qkv, d_weight, d_weight + HD, qkv, rstd, weight, weight, device_rope, partials, N, T, NH,
                  NKV, HD);
