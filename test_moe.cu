@@ -285,7 +285,7 @@ static void cpu_run(Pair* p) {
 
 static std::vector<float> gpu_gradient(const Pair* p, const ParamTensor* t) {
     std::vector<float> x(t->numel);
-    fetch_f32(&p->gpu, p->gpu.grads, t, 0, t->numel, x.data());
+    fetch_numbers(&p->gpu, t, "grad", 0, t->numel, x.data());
     return x;
 }
 
@@ -558,7 +558,7 @@ static void check_arena(const Pair* p, const char* what, const float* gpu, const
     for (size_t i = 0; i < p->gpu.table.count; i++) {
         const ParamTensor* t = &p->gpu.table.tensors[i];
         std::vector<float> got(t->numel);
-        fetch_f32(&p->gpu, gpu, t, 0, t->numel, got.data());
+        copy_numbers(&p->gpu, (void*)gpu, sizeof(float), t, 0, t->numel, got.data(), cudaMemcpyDeviceToHost);
         const float* want = cpu_arena + p->cpu.table.tensors[i].offset;
         double largest = 0, off = 0;
         for (size_t j = 0; j < t->numel; j++) { largest = fmax(largest, fabs((double)want[j])); }

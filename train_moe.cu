@@ -38,7 +38,6 @@ Reading.  Down to main, which is at the end under #ifndef TESTING, or from there
 #endif
 #include <limits.h>
 #include <math.h>
-#include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -54,9 +53,7 @@ Reading.  Down to main, which is at the end under #ifndef TESTING, or from there
 #include "llmc/cublas_check.h"
 #include "llmc/cuda_check.h"
 #include "llmc/cudnn_attention.h"
-#include "llmc/dry_run.h"
 #include "llmc/dump_file.h"
-#include "llmc/generate.h"
 #include "llmc/gpu_clock.h"
 #include "llmc/logger.h"
 #include "llmc/multi_gpu.h" // MPI and NCCL
@@ -65,6 +62,7 @@ Reading.  Down to main, which is at the end under #ifndef TESTING, or from there
 #include "llmc/rand.h"
 #include "llmc/run.h" // options, data, tokenizer, checkpoints
 #include "llmc/schedule.h"
+#include "llmc/training.h" // saving, samples, what is printed
 
 typedef __nv_bfloat16 bf16;
 
@@ -3567,40 +3565,11 @@ typedef struct {
     GpuClock* clock;         // NULL: nobody watches
 } Model;
 
-// Where the memory goes; --dry-run prints it and model_create allocates just this.
-typedef struct {
-    size_t weights, master, gradients, moments, activations, logits, backward, other;
-} MemoryPlan;
-
 size_t model_other_bytes(const MoEConfig* c, const ParamTable* places, size_t B, size_t T, bool training) {
     // tables, sums, the batch and cuBLAS's workspace
     size_t E = c->num_experts, bytes = T * c->head_dim * sizeof(float) + 4 * B * T * sizeof(int) + MATMUL_WORKSPACE;
     bytes += (3 * E + 8 + c->num_hidden_layers * E) * sizeof(double);
     return bytes + (training ? grad_norm_doubles(places->num_parameters) * sizeof(double) : 0);
-}
-
-MemoryPlan memory_plan(Acts* acts, const MoEConfig* padded, const ParamTable* places, const Switches* s, size_t B,
-                       size_t T, bool training) {
-    // bytes a family; acts is laid out at NULL on the way (acts->layers must have room)
-    MemoryPlan p;
-    memset(&p, 0, sizeof(p));
-    Arena mem = {NULL, 0};
-    p.weights = places->num_parameters * sizeof(bf16);
-    p.master = training && s->master ? places->num_parameters * sizeof(float) : 0;
-    p.gradients = training ? places->num_parameters * sizeof(float) : 0;
-    p.moments = training ? 2 * places->num_parameters * sizeof(float) : 0;
-    acts_layout(acts, &mem, padded, s, B, T);
-    p.activations = mem.used;
-    logits_layout(acts, &mem, padded, B, T);
-    p.logits = mem.used - p.activations;
-    if (training) { backward_layout(acts, &mem, padded, s, B, T); }
-    p.backward = mem.used - p.activations - p.logits;
-    p.other = model_other_bytes(padded, places, B, T, training);
-    return p;
-}
-
-size_t memory_plan_total(const MemoryPlan* p) {
-    return p->weights + p->master + p->gradients + p->moments + p->activations + p->logits + p->backward + p->other;
 }
 
 void rope_table(float* table, size_t T, int HD, double theta) {
@@ -3642,29 +3611,30 @@ void model_ranges(Model* model) {
 
 void model_create_acts(Model* model, bool training) {
     const MoEConfig* c = &model->padded;
-    MemoryPlan plan = memory_plan(&model->acts, c, &model->places, &model->switches, model->B, model->T, training);
-    size_t bytes = plan.activations + plan.logits + plan.backward;
-    model->acts_memory = (char*)device_alloc(bytes);
-    Arena mem = {model->acts_memory, 0};
-    acts_layout(&model->acts, &mem, c, &model->switches, model->B, model->T);
-    logits_layout(&model->acts, &mem, c, model->B, model->T);
-    if (training) { backward_layout(&model->acts, &mem, c, &model->switches, model->B, model->T); }
+    Arena mem = {NULL, 0};
+    for (int turn = 0; turn < 2; turn++) { // the first only counts
+        if (turn == 1) { mem.base = model->acts_memory = (char*)device_alloc(mem.used); }
+        mem.used = 0;
+        acts_layout(&model->acts, &mem, c, &model->switches, model->B, model->T);
+        logits_layout(&model->acts, &mem, c, model->B, model->T);
+        if (training) { backward_layout(&model->acts, &mem, c, &model->switches, model->B, model->T); }
+    }
     // a dense layer has no tokens to count
     cudaCheck(cudaMemset(model->acts.tokens_per_expert, 0, c->num_hidden_layers * c->num_experts * sizeof(int)));
 }
 
+float* device_zeros(size_t count) {
+    float* p = (float*)device_alloc(count * sizeof(float));
+    cudaCheck(cudaMemset(p, 0, count * sizeof(float)));
+    return p;
+}
+
 void model_create_training(Model* model) {
     size_t count = model->places.num_parameters;
-    if (model->switches.master) {
-        model->master = (float*)device_alloc(count * sizeof(float));
-        cudaCheck(cudaMemset(model->master, 0, count * sizeof(float)));
-    }
-    model->grads = (float*)device_alloc(count * sizeof(float));
-    model->m = (float*)device_alloc(count * sizeof(float));
-    model->v = (float*)device_alloc(count * sizeof(float));
-    cudaCheck(cudaMemset(model->grads, 0, count * sizeof(float)));
-    cudaCheck(cudaMemset(model->m, 0, count * sizeof(float)));
-    cudaCheck(cudaMemset(model->v, 0, count * sizeof(float)));
+    if (model->switches.master) { model->master = device_zeros(count); }
+    model->grads = device_zeros(count);
+    model->m = device_zeros(count);
+    model->v = device_zeros(count);
     params_point(&model->d_w, model->grads, &model->places, &model->config);
     model->norm_sums = (double*)device_alloc(grad_norm_doubles(count) * sizeof(double));
     model_ranges(model);
@@ -4139,72 +4109,56 @@ const float* decode(void* decoder, int token, size_t position, bool want_logits)
 // checkpoints: how the arenas reach the files of llmc/checkpoint.h and back. Files have true sizes, the arenas padded
 // ones, so a tensor whose rows are padded is copied row by row.
 
-size_t padded_run(const ParamTensor* t, const ParamTensor* place, size_t i, size_t count, size_t* at) {
-    // element i of tensor t lies at *at in the arenas; returns how many of `count` elements from i on follow it there
+void copy_numbers(const Model* model, void* arena, size_t size, const ParamTensor* t, size_t begin, size_t count,
+                  void* host, enum cudaMemcpyKind kind) {
+    // elements begin .. begin + count of tensor t, between an arena of numbers of `size` bytes and the host
+    const ParamTensor* place = param_lookup(&model->places, t->name);
     size_t columns = t->shape[1], padded = place->shape[1];
-    *at = place->offset + i / columns * padded + i % columns;
-    size_t left_in_row = columns - i % columns;
-    return columns == padded || count < left_in_row ? count : left_in_row;
-}
-
-const ParamTensor* padded_place(const Model* model, const ParamTensor* t) {
-    return param_lookup(&model->places, t->name);
+    for (size_t i = 0, run; i < count; i += run) {
+        size_t row = (begin + i) / columns, column = (begin + i) % columns, left = columns - column;
+        run = columns == padded || count - i < left ? count - i : left;
+        char *there = (char*)arena + (place->offset + row * padded + column) * size, *here = (char*)host + i * size;
+        bool out = kind == cudaMemcpyHostToDevice;
+        cudaCheck(cudaMemcpy(out ? there : here, out ? here : there, run * size, kind));
+    }
 }
 
 void store_f32(Model* model, float* arena, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    size_t at;
-    for (size_t i = 0, run; i < count; i += run) {
-        run = padded_run(t, padded_place(model, t), begin + i, count - i, &at);
-        cudaCheck(cudaMemcpy(arena + at, values + i, run * sizeof(float), cudaMemcpyHostToDevice));
-    }
+    copy_numbers(model, arena, sizeof(float), t, begin, count, (void*)values, cudaMemcpyHostToDevice);
 }
-
-void store_bf16(Model* model, bf16* arena, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    uint16_t* rounded = (uint16_t*)mallocCheck(count * sizeof(uint16_t));
-    for (size_t i = 0; i < count; i++) { rounded[i] = f32_to_bf16(values[i]); }
-    size_t at;
-    for (size_t i = 0, run; i < count; i += run) {
-        run = padded_run(t, padded_place(model, t), begin + i, count - i, &at);
-        cudaCheck(cudaMemcpy(arena + at, rounded + i, run * sizeof(bf16), cudaMemcpyHostToDevice));
-    }
-    free(rounded);
+void store_m(void* model, const ParamTensor* t, size_t begin, size_t count, const float* values) {
+    store_f32((Model*)model, ((Model*)model)->m, t, begin, count, values);
+}
+void store_v(void* model, const ParamTensor* t, size_t begin, size_t count, const float* values) {
+    store_f32((Model*)model, ((Model*)model)->v, t, begin, count, values);
+}
+void store_master(void* model, const ParamTensor* t, size_t begin, size_t count, const float* values) {
+    store_f32((Model*)model, ((Model*)model)->master, t, begin, count, values);
 }
 
 void store_weight(void* ctx, const ParamTensor* t, size_t begin, size_t count, const float* values) {
     Model* model = (Model*)ctx;
-    store_bf16(model, model->params, t, begin, count, values);
-    if (model->master) { store_f32(model, model->master, t, begin, count, values); }
-}
-void store_m(void* ctx, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    store_f32((Model*)ctx, ((Model*)ctx)->m, t, begin, count, values);
-}
-void store_v(void* ctx, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    store_f32((Model*)ctx, ((Model*)ctx)->v, t, begin, count, values);
-}
-
-void fetch_f32(const Model* model, const float* arena, const ParamTensor* t, size_t begin, size_t count,
-               float* values) {
-    size_t at;
-    for (size_t i = 0, run; i < count; i += run) {
-        run = padded_run(t, padded_place(model, t), begin + i, count - i, &at);
-        cudaCheck(cudaMemcpy(values + i, arena + at, run * sizeof(float), cudaMemcpyDeviceToHost));
-    }
+    uint16_t* rounded = (uint16_t*)mallocCheck(count * sizeof(uint16_t));
+    for (size_t i = 0; i < count; i++) { rounded[i] = f32_to_bf16(values[i]); }
+    copy_numbers(model, model->params, sizeof(bf16), t, begin, count, rounded, cudaMemcpyHostToDevice);
+    if (model->master) { store_master(model, t, begin, count, values); }
+    free(rounded);
 }
 
 void fetch_numbers(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count, float* values) {
-    // what is "weight", "m", "v" or "master"
+    // what is "weight", "grad", "m", "v" or "master"
     Model* model = (Model*)ctx;
-    if (strcmp(what, "weight") != 0) {
-        const float* arena = strcmp(what, "m") == 0 ? model->m : strcmp(what, "v") == 0 ? model->v : model->master;
-        fetch_f32(model, arena, t, begin, count, values);
+    float* arena = strcmp(what, "grad") == 0     ? model->grads
+                   : strcmp(what, "m") == 0      ? model->m
+                   : strcmp(what, "v") == 0      ? model->v
+                   : strcmp(what, "master") == 0 ? model->master
+                                                 : NULL;
+    if (arena) {
+        copy_numbers(model, arena, sizeof(float), t, begin, count, values, cudaMemcpyDeviceToHost);
         return;
     }
     uint16_t* rounded = (uint16_t*)mallocCheck(count * sizeof(uint16_t));
-    size_t at;
-    for (size_t i = 0, run; i < count; i += run) {
-        run = padded_run(t, padded_place(model, t), begin + i, count - i, &at);
-        cudaCheck(cudaMemcpy(rounded + i, model->params + at, run * sizeof(bf16), cudaMemcpyDeviceToHost));
-    }
+    copy_numbers(model, model->params, sizeof(bf16), t, begin, count, rounded, cudaMemcpyDeviceToHost);
     for (size_t i = 0; i < count; i++) { values[i] = bf16_to_f32(rounded[i]); }
     free(rounded);
 }
@@ -4252,14 +4206,6 @@ typedef struct {
 
 #ifndef TESTING
 
-volatile sig_atomic_t interrupted = 0;
-
-void on_interrupt(int signal_number) {
-    // finish the step and save; a second Ctrl-C ends the program at once
-    interrupted = 1;
-    signal(signal_number, SIG_DFL);
-}
-
 Switches trainer_switches(const Options* opt) {
     Switches s;
     s.attention = strcmp(opt->attention, "naive") == 0   ? ATTENTION_NAIVE
@@ -4303,10 +4249,6 @@ void check_switches(const Options* opt, const MoEConfig* c) {
     if (strcmp(opt->attention, "cudnn") == 0) { attention_cudnn_check(documents, c->head_dim); }
 }
 
-void store_master(void* ctx, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    store_f32((Model*)ctx, ((Model*)ctx)->master, t, begin, count, values);
-}
-
 void trainer_load(Trainer* t) {
     // weights from the checkpoint, from a Hugging Face folder, or fresh; AdamW's moments where there is training
     Model* model = &t->model;
@@ -4341,26 +4283,13 @@ void trainer_load(Trainer* t) {
 }
 
 void trainer_save(Trainer* t) {
-    // OUT/step_00000100: a Hugging Face folder that also holds what a resume needs; rank 0 writes, the others wait
+    // rank 0 writes, the others wait
     profiler_phase(&t->profiler, PHASE_CHECKPOINT, -1);
-    Run* run = &t->run;
     if (t->gpus.rank == 0) {
-        TrainerState state;
-        memset(&state, 0, sizeof(state));
-        state.step = t->step;
-        state.tokens = t->tokens;
-        run_data_place(run, &state);
-        state.seed = (uint64_t)run->opt.seed;
-        state.options = options_json(&run->opt);
-        const char* tokenizer = run->tokenizer_path  ? run->tokenizer_path
-                                : run->has_tokenizer ? CHECKPOINT_BYTE_TOKENIZER
-                                                     : NULL;
-        checkpoint_save(run->opt.out, &run->config, &t->model.table, &state, ST_BF16, t->model.switches.master,
-                        fetch_numbers, &t->model, tokenizer, (int)run->opt.keep);
-        trainer_state_free(&state);
+        run_save(&t->run, t->step, t->tokens, ST_BF16, t->model.switches.master, fetch_numbers, &t->model);
     }
     multi_gpu_barrier(&t->gpus);
-    run_saved(run, t->step);
+    run_saved(&t->run, t->step);
     profiler_phase(&t->profiler, PHASE_OTHER, -1);
 }
 
@@ -4493,15 +4422,8 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
     trainer_read_sums(t);
     gpu_clock_end(&t->clock);
     trainer_losses(t, counted, metrics);
-    if (!isfinite(metrics->loss) || !isfinite(metrics->grad_norm)) {
-        multi_gpu_let_rank0_speak(&t->gpus);
-        logger_clear(&t->logger);
-        profiler_close(&t->profiler);
-        fatal("step %lld: loss %g, gradient norm %g: not finite, so the run stops before this update%s%s; "
-              "a lower --lr or --grad-clip may help, or look at the data",
-              (long long)t->step + 1, metrics->loss, metrics->grad_norm,
-              opt->out ? "; checkpoints are untouched in " : "", opt->out ? opt->out : "");
-    }
+    if (!isfinite(metrics->loss) || !isfinite(metrics->grad_norm)) { multi_gpu_let_rank0_speak(&t->gpus); }
+    run_stop_if_not_finite(&t->run, &t->logger, &t->profiler, t->step + 1, metrics->loss, metrics->grad_norm);
     if (opt->aux_loss_coef == 0) { metrics->aux_loss = NAN; }
     metrics->lr = lr;
     t->step++;
@@ -4537,13 +4459,8 @@ double trainer_evaluate(Trainer* t) {
 
 void trainer_sample(Trainer* t, uint64_t rng, int64_t count, bool one_document) {
     // rank 0 samples, the others wait
-    TextOut out;
-    memset(&out, 0, sizeof(out));
-    out.tokenizer = t->run.has_tokenizer ? &t->run.tokenizer : NULL;
-    out.file = stdout;
     if (t->gpus.rank == 0) {
-        generate_text(decode, &t->decoder, t->decoder.context, t->run.config.vocab_size, &t->run.prompt, &out,
-                      &t->run.opt, rng, count, one_document);
+        run_sample(&t->run, decode, &t->decoder, t->decoder.context, rng, count, one_document);
     }
     multi_gpu_barrier(&t->gpus);
 }
@@ -4557,7 +4474,7 @@ void trainer_show_sample(Trainer* t) {
     profiler_release(&t->profiler);
 }
 
-void router_log_summary(const Model* model, double* max_over_mean, int* dead, double* entropy) {
+void router_log_summary(const Model* model, StepMetrics* m) {
     // of each layer over the step: the busiest expert's share of the tokens over the mean, how many experts got none,
     // the mean entropy of the router; NAN, 0, NAN for a dense layer. From host_sums
     const MoEConfig* c = &model->config;
@@ -4567,9 +4484,10 @@ void router_log_summary(const Model* model, double* max_over_mean, int* dead, do
         const double* load = sums + (size_t)l * E;
         double slots = 0;
         for (int e = 0; e < E; e++) { slots += load[e]; }
-        dead[l] = 0;
-        max_over_mean[l] = model->w.layers[l].router ? expert_load_of(load, E, &dead[l]) : NAN;
-        entropy[l] = model->w.layers[l].router ? sums[(size_t)L * E + l] * c->num_experts_per_tok / slots : NAN;
+        m->dead_experts[l] = 0;
+        bool moe = model->w.layers[l].router != NULL;
+        m->expert_load[l] = moe ? expert_load_of(load, E, &m->dead_experts[l]) : NAN;
+        m->router_entropy[l] = moe ? sums[(size_t)L * E + l] * c->num_experts_per_tok / slots : NAN;
     }
 }
 
@@ -4635,35 +4553,48 @@ size_t largest_bucket(const ParamTable* places, int L) {
     return largest;
 }
 
-MemoryPlan run_memory_plan(const Run* run, size_t B) {
-    // what training with these options takes on one GPU
+enum { MEMORY_ROWS = 9 };
+
+void memory_plan(MemoryRow (&rows)[MEMORY_ROWS], const Run* run, size_t B) {
+    // what training with these options takes on one GPU, by families: what model_create allocates
     Switches s = trainer_switches(&run->opt);
     MoEConfig padded = config_padded(&run->config);
     ParamTable places;
     Acts acts;
+    Arena mem = {NULL, 0};
+    size_t T = (size_t)run->opt.seq_len;
     param_table_build(&places, &padded);
     memset(&acts, 0, sizeof(acts));
     acts.layers = (LayerActs*)callocCheck(padded.num_hidden_layers, sizeof(LayerActs));
-    MemoryPlan plan = memory_plan(&acts, &padded, &places, &s, B, (size_t)run->opt.seq_len, true);
+    acts_layout(&acts, &mem, &padded, &s, B, T);
+    size_t activations = mem.used;
+    logits_layout(&acts, &mem, &padded, B, T);
+    size_t logits = mem.used - activations;
+    backward_layout(&acts, &mem, &padded, &s, B, T);
+    size_t count = places.num_parameters, other = model_other_bytes(&padded, &places, B, T, true);
     if (run->num_ranks > 1 && strcmp(run->opt.allreduce_dtype, "bf16") == 0) { // gradients on their way
-        plan.other += largest_bucket(&places, padded.num_hidden_layers) * sizeof(bf16);
+        other += largest_bucket(&places, padded.num_hidden_layers) * sizeof(bf16);
     }
+    const MemoryRow plan[MEMORY_ROWS] = {
+        {"weights", count * sizeof(bf16)}, {"master weights", s.master ? count * sizeof(float) : 0},
+        {"gradients", count * sizeof(float)}, {"AdamW moments", 2 * count * sizeof(float)},
+        {"activations", activations}, {"logits", logits}, {"backward buffers", mem.used - activations - logits},
+        {"other", other}, {NULL, 0}};
+    memcpy(rows, plan, sizeof(plan));
     free(acts.layers);
     param_table_free(&places);
-    return plan;
 }
 
 size_t planned_bytes(const Run* run, size_t B) {
     if (B > 65535) { return SIZE_MAX; } // check_switches would not let it pass
-    MemoryPlan plan = run_memory_plan(run, B);
-    return memory_plan_total(&plan) + (size_t)(0.6 * (1 << 30)); // CUDA's context, its libraries' kernels, NCCL
+    MemoryRow rows[MEMORY_ROWS];
+    memory_plan(rows, run, B);
+    return memory_rows_total(rows) + (size_t)(0.6 * (1 << 30)); // CUDA's context, its libraries' kernels, NCCL
 }
 
 void print_memory_plan(const Run* run, FILE* file) {
-    MemoryPlan p = run_memory_plan(run, (size_t)run->opt.batch_size);
-    const MemoryRow rows[] = {{"weights", p.weights},     {"master weights", p.master},   {"gradients", p.gradients},
-                              {"AdamW moments", p.moments}, {"activations", p.activations}, {"logits", p.logits},
-                              {"backward buffers", p.backward}, {"other", p.other}, {NULL, 0}};
+    MemoryRow rows[MEMORY_ROWS];
+    memory_plan(rows, run, (size_t)run->opt.batch_size);
     fprintf(file, "memory       B = %lld, T = %lld, one GPU, MiB\n", (long long)run->opt.batch_size,
             (long long)run->opt.seq_len);
     memory_rows_print(file, rows);
@@ -4704,8 +4635,7 @@ void dump_routing(void* ctx, int layer, float* logits, int* indices, float* weig
 }
 
 void dump_gradient(void* ctx, const ParamTensor* t, float* values) {
-    const Model* model = (const Model*)ctx;
-    fetch_f32(model, model->grads, t, 0, t->numel, values);
+    fetch_numbers(ctx, t, "grad", 0, t->numel, values);
 }
 
 int dump(Trainer* t) {
@@ -4799,91 +4729,61 @@ void print_launches(const Trainer* t) {
 int train(Trainer* t) {
     // the loop: steps, and what is due after some of them; returns the exit code
     const Options* opt = &t->run.opt;
-    const MoEConfig* c = &t->run.config;
-    double* expert_load = (double*)callocCheck(c->num_hidden_layers, sizeof(double));
-    double* entropy = (double*)callocCheck(c->num_hidden_layers, sizeof(double));
-    int* dead_experts = (int*)callocCheck(c->num_hidden_layers, sizeof(int));
-    double flops = run_flops_per_token(&t->run) * (double)opt->tokens_per_step;
     double ranks = t->gpus.num_ranks;
-    signal(SIGINT, on_interrupt);
-    signal(SIGTERM, on_interrupt); // what mpirun makes of a Ctrl-C, and Slurm of a time limit
-    signal(SIGUSR1, on_interrupt); // what mpirun passes on and does not follow up with a kill
+    StepMetrics metrics;
+    step_metrics_create(&metrics, t->run.config.num_hidden_layers);
+    stop_on_signals();
     if (opt->steps == 0 && opt->out) { trainer_save(t); } // no training: what was loaded, as a checkpoint
     bool stop = false; // looked at once a step: after a Ctrl-C there is a last step, and it is saved
     while (t->step < opt->steps && !stop) {
-        StepMetrics metrics;
-        memset(&metrics, 0, sizeof(metrics));
         profiler_step_begin(&t->profiler, t->step + 1);
         double begin = profiler_clock_us();
         trainer_step(t, &metrics);
         metrics.step_ms = (profiler_clock_us() - begin) / 1e3; // of training alone: what follows has phases of its own
-        router_log_summary(&t->model, expert_load, dead_experts, entropy);
         metrics.step = t->step;
-        metrics.expert_load = expert_load;
-        metrics.dead_experts = dead_experts;
-        metrics.router_entropy = entropy;
-        metrics.num_layers = c->num_hidden_layers;
+        router_log_summary(&t->model, &metrics);
         if (t->gpus.rank == 0) { // now: a validation will overwrite host_sums
-            logger_experts(&t->logger, &metrics, t->model.host_sums + SUM_LOAD, c->num_experts);
+            logger_experts(&t->logger, &metrics, t->model.host_sums + SUM_LOAD, t->run.config.num_experts);
         }
         stop = multi_gpu_stop_flag(&t->gpus, interrupted);
         bool done = t->step == opt->steps;
-        if (opt->out && (done || stop || (opt->save_every > 0 && t->step % opt->save_every == 0))) { trainer_save(t); }
-        metrics.val_loss = NAN;
-        if (t->run.has_val && (done || (opt->val_every > 0 && t->step % opt->val_every == 0))) {
-            metrics.val_loss = trainer_evaluate(t);
-        }
-        if (opt->sample_every > 0 && (done || t->step % opt->sample_every == 0)) { trainer_show_sample(t); }
+        if (opt->out && (stop || is_due(opt->save_every, t->step, done))) { trainer_save(t); }
+        bool validate = t->run.has_val && is_due(opt->val_every, t->step, done);
+        metrics.val_loss = validate ? trainer_evaluate(t) : NAN;
+        if (opt->sample_every > 0 && is_due(opt->sample_every, t->step, done)) { trainer_show_sample(t); }
         profiler_step_end(&t->profiler);
 
-        metrics.steps = opt->steps;
+        run_step_rates(&t->run, &metrics, t->nominal_peak * ranks, t->gemm_peak * ranks);
         metrics.tokens = t->tokens;
-        metrics.tokens_per_s = (double)opt->tokens_per_step / metrics.step_ms * 1e3;
-        metrics.mfu = flops / metrics.step_ms * 1e3 / (t->nominal_peak * ranks);
-        metrics.gemm_share = flops / metrics.step_ms * 1e3 / (t->gemm_peak * ranks);
         metrics.phase_ms = t->profiler.phase_ms;
         metrics.mem = device_bytes_used();
-        bool shown = done || stop || t->step == 1 || t->step % opt->log_every == 0 || isfinite(metrics.val_loss);
+        bool shown = stop || t->step == 1 || is_due(opt->log_every, t->step, done) || validate;
         if (t->gpus.rank == 0) { logger_step(&t->logger, &metrics, shown); }
     }
-    free(expert_load);
-    free(entropy);
-    free(dead_experts);
+    step_metrics_free(&metrics);
     logger_close(&t->logger);
     if (opt->profile) {
         profiler_table(&t->profiler, stdout);
         print_launches(t);
     }
-    if (stop) {
-        printf("interrupted after step %lld%s%s\n", (long long)t->step, opt->out ? ", saved in " : "",
-               opt->out ? opt->out : "");
-    }
+    if (stop) { run_print_interrupted(&t->run, t->step); }
     return stop ? 130 : 0;
 }
 
 void print_setup(const Trainer* t) {
-    const MoEConfig* c = &t->run.config;
     const MultiGpu* g = &t->gpus;
-    options_echo(&t->run.opt, stdout);
-    printf("model      %d layers, hidden %d, %d/%d heads x %d, %d experts top-%d x %d, vocab %d: %.2fM parameters, "
-           "%.2fM active\n",
-           c->num_hidden_layers, c->hidden_size, c->num_attention_heads, c->num_key_value_heads, c->head_dim,
-           c->num_experts, c->num_experts_per_tok, c->moe_intermediate_size, c->vocab_size,
-           (double)t->model.table.num_parameters / 1e6, (double)t->model.table.num_active / 1e6);
-    printf("machine    %d x %s (sm_%d%d, %.1f GiB)", g->num_ranks, g->properties.name, g->properties.major,
-           g->properties.minor, (double)g->properties.totalGlobalMem / (1 << 30));
-    if (isfinite(t->nominal_peak)) { printf(", %.1f TFLOP/s nominal", t->nominal_peak / 1e12); }
-    if (isfinite(t->gemm_peak)) { printf(", %.1f measured", t->gemm_peak / 1e12); }
-    printf("\n");
+    char machine[300], peaks[100] = "", ranks[100] = "";
+    if (isfinite(t->nominal_peak)) { snprintf(peaks, sizeof(peaks), ", %.1f TFLOP/s nominal", t->nominal_peak / 1e12); }
+    if (isfinite(t->gemm_peak)) {
+        snprintf(peaks + strlen(peaks), sizeof(peaks) - strlen(peaks), ", %.1f measured", t->gemm_peak / 1e12);
+    }
     if (g->num_ranks > 1) {
-        printf("ranks      %d, NCCL %d, all-reduce tested in %.0f ms\n", g->num_ranks, g->nccl_version, g->connect_ms);
+        snprintf(ranks, sizeof(ranks), "\nranks      %d, NCCL %d, all-reduce tested in %.0f ms", g->num_ranks,
+                 g->nccl_version, g->connect_ms);
     }
-    if (!t->run.opt.out) { printf("output     nothing will be saved: --out DIR keeps the model\n"); }
-    if (t->run.resume) {
-        printf("resumed    %s: step %lld, %llu tokens\n", t->run.resume, (long long)t->step,
-               (unsigned long long)t->tokens);
-    }
-    fflush(stdout);
+    snprintf(machine, sizeof(machine), "%d x %s (sm_%d%d, %.1f GiB)%s%s", g->num_ranks, g->properties.name,
+             g->properties.major, g->properties.minor, (double)g->properties.totalGlobalMem / (1 << 30), peaks, ranks);
+    run_print_setup(&t->run, machine);
 }
 
 void* pinned_alloc(size_t bytes) {

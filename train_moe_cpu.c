@@ -24,7 +24,6 @@ double, for finite differences. main is at the end, under #ifndef TESTING.
 #endif
 #include <limits.h>
 #include <math.h>
-#include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -46,14 +45,13 @@ double, for finite differences. main is at the end, under #ifndef TESTING.
 #include "llmc/check.h"
 #include "llmc/config.h"
 #include "llmc/dnnl_bf16.h"
-#include "llmc/dry_run.h"
 #include "llmc/dump_file.h"
-#include "llmc/generate.h"
 #include "llmc/logger.h"
 #include "llmc/profiler.h"
 #include "llmc/rand.h"
 #include "llmc/run.h" // options, data, tokenizer, checkpoints
 #include "llmc/schedule.h"
+#include "llmc/training.h" // saving, samples, what is printed
 
 #ifndef REAL
 #define REAL float
@@ -1917,14 +1915,6 @@ typedef struct {
 
 #ifndef TESTING
 
-volatile sig_atomic_t interrupted = 0;
-
-void on_interrupt(int signal_number) {
-    // finish the step and save; a second Ctrl-C ends the program at once
-    interrupted = 1;
-    signal(signal_number, SIG_DFL);
-}
-
 Switches trainer_switches(const Options* opt) {
     Switches s;
     s.attention = strcmp(opt->attention, "naive") == 0 ? ATTENTION_NAIVE : ATTENTION_FLASH;
@@ -1957,23 +1947,9 @@ void trainer_load(Trainer* t) {
 }
 
 void trainer_save(Trainer* t) {
-    // OUT/step_00000100: a Hugging Face folder that also holds what a resume needs
     profiler_phase(&t->profiler, PHASE_CHECKPOINT, -1);
-    Run* run = &t->run;
-    TrainerState state;
-    memset(&state, 0, sizeof(state));
-    state.step = t->step;
-    state.tokens = t->tokens;
-    run_data_place(run, &state);
-    state.seed = (uint64_t)run->opt.seed;
-    state.options = options_json(&run->opt);
-    const char* tokenizer = run->tokenizer_path  ? run->tokenizer_path
-                            : run->has_tokenizer ? CHECKPOINT_BYTE_TOKENIZER
-                                                 : NULL;
-    checkpoint_save(run->opt.out, &run->config, &t->model.table, &state, ST_F32, false, fetch_numbers, &t->model,
-                    tokenizer, (int)run->opt.keep);
-    run_saved(run, t->step);
-    trainer_state_free(&state);
+    run_save(&t->run, t->step, t->tokens, ST_F32, false, fetch_numbers, &t->model);
+    run_saved(&t->run, t->step);
     profiler_phase(&t->profiler, PHASE_OTHER, -1);
 }
 
@@ -2020,7 +1996,7 @@ void router_log_add(Model* model) {
     phase(model, PHASE_OTHER, -1);
 }
 
-void router_log_summary(const Model* model, double* max_over_mean, int* dead, double* entropy) {
+void router_log_summary(const Model* model, StepMetrics* m) {
     // of each layer over the step: the busiest expert's share of the tokens over the mean, how many experts got none,
     // the mean entropy of the router; NAN, 0, NAN for a dense layer
     const MoEConfig* c = &model->config;
@@ -2029,9 +2005,10 @@ void router_log_summary(const Model* model, double* max_over_mean, int* dead, do
         const double* load = model->expert_load + (size_t)l * E;
         double slots = 0;
         for (int e = 0; e < E; e++) { slots += load[e]; }
-        dead[l] = 0;
-        max_over_mean[l] = model->w.layers[l].router ? expert_load_of(load, E, &dead[l]) : NAN;
-        entropy[l] = model->w.layers[l].router ? model->entropy_sum[l] * c->num_experts_per_tok / slots : NAN;
+        m->dead_experts[l] = 0;
+        bool moe = model->w.layers[l].router != NULL;
+        m->expert_load[l] = moe ? expert_load_of(load, E, &m->dead_experts[l]) : NAN;
+        m->router_entropy[l] = moe ? model->entropy_sum[l] * c->num_experts_per_tok / slots : NAN;
     }
 }
 
@@ -2057,14 +2034,7 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
         profiler_span_end(&t->profiler);
     }
     double norm = model_grad_norm(&t->model);
-    if (!isfinite(sum.loss) || !isfinite(norm)) {
-        logger_clear(&t->logger);
-        profiler_close(&t->profiler);
-        fatal("step %lld: loss %g, gradient norm %g: not finite, so the run stops before this update%s%s; "
-              "a lower --lr or --grad-clip may help, or look at the data",
-              (long long)t->step + 1, sum.loss, norm, t->run.opt.out ? "; checkpoints are untouched in " : "",
-              t->run.opt.out ? t->run.opt.out : "");
-    }
+    run_stop_if_not_finite(&t->run, &t->logger, &t->profiler, t->step + 1, sum.loss, norm);
     double lr = schedule_rate(&t->run.opt, t->tokens);
     model_update(&t->model, t->step + 1, lr, norm, &t->run.opt);
     t->step++;
@@ -2097,21 +2067,12 @@ double trainer_evaluate(Trainer* t) {
     return sum;
 }
 
-void trainer_sample(Trainer* t, uint64_t rng, int64_t count, bool one_document) {
-    TextOut out;
-    memset(&out, 0, sizeof(out));
-    out.tokenizer = t->run.has_tokenizer ? &t->run.tokenizer : NULL;
-    out.file = stdout;
-    generate_text(decode, &t->decoder, t->decoder.context, t->run.config.vocab_size, &t->run.prompt, &out, &t->run.opt,
-                  rng, count, one_document);
-}
-
 void trainer_show_sample(Trainer* t) {
     // one document in the midst of training; its random numbers come from the step, so it does not disturb anything
     profiler_hold(&t->profiler, PHASE_EVAL);
     logger_print(&t->logger, "sample after step %lld:\n", (long long)t->step);
     uint64_t rng = hash64((uint64_t)t->run.opt.seed ^ hash64((uint64_t)t->step));
-    trainer_sample(t, rng, (int64_t)t->decoder.context, true);
+    run_sample(&t->run, decode, &t->decoder, t->decoder.context, rng, (int64_t)t->decoder.context, true);
     profiler_release(&t->profiler);
 }
 
@@ -2262,88 +2223,61 @@ int evaluate_choices(Trainer* t) {
 
 int sample(Trainer* t) {
     // --generate
-    trainer_sample(t, hash64((uint64_t)t->run.opt.seed), t->run.opt.generate, false);
+    uint64_t rng = hash64((uint64_t)t->run.opt.seed);
+    run_sample(&t->run, decode, &t->decoder, t->decoder.context, rng, t->run.opt.generate, false);
     return 0;
 }
 
 int train(Trainer* t) {
     // the loop: steps, and what is due after some of them; returns the exit code
     const Options* opt = &t->run.opt;
-    const MoEConfig* c = &t->run.config;
-    double* expert_load = (double*)callocCheck(c->num_hidden_layers, sizeof(double));
-    double* entropy = (double*)callocCheck(c->num_hidden_layers, sizeof(double));
-    int* dead_experts = (int*)callocCheck(c->num_hidden_layers, sizeof(int));
-    double flops = run_flops_per_token(&t->run) * (double)opt->tokens_per_step;
-    signal(SIGINT, on_interrupt);
+    StepMetrics metrics;
+    step_metrics_create(&metrics, t->run.config.num_hidden_layers);
+    stop_on_signals();
     if (opt->steps == 0 && opt->out) { trainer_save(t); } // no training: what was loaded, as a checkpoint
     bool stop = false; // looked at once a step: after a Ctrl-C in validation or a save there is a last step, and it is saved
     while (t->step < opt->steps && !stop) {
-        StepMetrics metrics;
-        memset(&metrics, 0, sizeof(metrics));
         profiler_step_begin(&t->profiler, t->step + 1);
         double begin = profiler_clock_us();
         trainer_step(t, &metrics);
         metrics.step_ms = (profiler_clock_us() - begin) / 1e3; // of training alone: what follows has phases of its own
         stop = interrupted;
         bool done = t->step == opt->steps;
-        if (opt->out && (done || stop || (opt->save_every > 0 && t->step % opt->save_every == 0))) { trainer_save(t); }
-        metrics.val_loss = NAN;
-        if (t->run.has_val && (done || (opt->val_every > 0 && t->step % opt->val_every == 0))) {
-            metrics.val_loss = trainer_evaluate(t);
+        if (opt->out && (stop || is_due(opt->save_every, t->step, done))) { trainer_save(t); }
+        bool validate = t->run.has_val && is_due(opt->val_every, t->step, done);
+        metrics.val_loss = validate ? trainer_evaluate(t) : NAN;
+        if (validate) {
             profiler_hold(&t->profiler, PHASE_EVAL);
             double peak = measure_gemm_peak(t->model.switches.bf16); // the first measurement may have met a busy machine
             profiler_release(&t->profiler);
             t->gemm_peak = peak > t->gemm_peak ? peak : t->gemm_peak;
         }
-        if (opt->sample_every > 0 && (done || t->step % opt->sample_every == 0)) { trainer_show_sample(t); }
+        if (opt->sample_every > 0 && is_due(opt->sample_every, t->step, done)) { trainer_show_sample(t); }
         profiler_step_end(&t->profiler);
 
-        router_log_summary(&t->model, expert_load, dead_experts, entropy);
+        router_log_summary(&t->model, &metrics);
+        run_step_rates(&t->run, &metrics, NAN, t->gemm_peak); // a CPU has no nominal peak that is worth a table
         metrics.step = t->step;
-        metrics.steps = opt->steps;
         metrics.tokens = t->tokens;
-        metrics.tokens_per_s = (double)opt->tokens_per_step / metrics.step_ms * 1e3;
-        metrics.mfu = NAN; // a CPU has no nominal peak that is worth a table
-        metrics.gemm_share = flops / metrics.step_ms * 1e3 / t->gemm_peak;
         metrics.phase_ms = t->profiler.phase_ms;
-        metrics.expert_load = expert_load;
-        metrics.dead_experts = dead_experts;
-        metrics.router_entropy = entropy;
-        metrics.num_layers = c->num_hidden_layers;
         metrics.mem = resident_bytes();
-        bool shown = done || stop || t->step == 1 || t->step % opt->log_every == 0 || isfinite(metrics.val_loss);
+        bool shown = stop || t->step == 1 || is_due(opt->log_every, t->step, done) || validate;
         logger_step(&t->logger, &metrics, shown);
-        logger_experts(&t->logger, &metrics, t->model.expert_load, c->num_experts);
+        logger_experts(&t->logger, &metrics, t->model.expert_load, t->run.config.num_experts);
         router_log_clear(&t->model);
     }
-    free(expert_load);
-    free(entropy);
-    free(dead_experts);
+    step_metrics_free(&metrics);
     logger_close(&t->logger);
     if (opt->profile) { profiler_table(&t->profiler, stdout); }
-    if (stop) {
-        printf("interrupted after step %lld%s%s\n", (long long)t->step, opt->out ? ", saved in " : "",
-               opt->out ? opt->out : "");
-    }
+    if (stop) { run_print_interrupted(&t->run, t->step); }
     return stop ? 130 : 0;
 }
 
 void print_setup(const Trainer* t) {
-    const MoEConfig* c = &t->run.config;
-    options_echo(&t->run.opt, stdout);
-    printf("model      %d layers, hidden %d, %d/%d heads x %d, %d experts top-%d x %d, vocab %d: %.2fM parameters, "
-           "%.2fM active\n",
-           c->num_hidden_layers, c->hidden_size, c->num_attention_heads, c->num_key_value_heads, c->head_dim,
-           c->num_experts, c->num_experts_per_tok, c->moe_intermediate_size, c->vocab_size,
-           (double)t->model.table.num_parameters / 1e6, (double)t->model.table.num_active / 1e6);
-    printf("machine    %d thread%s, matrix products by %s, %.1f GFLOP/s\n", num_threads(),
-           num_threads() == 1 ? "" : "s", gemm_library(t->model.switches.bf16), t->gemm_peak / 1e9);
-    if (!t->run.opt.out) { printf("output     nothing will be saved: --out DIR keeps the model\n"); }
-    if (t->run.resume) {
-        printf("resumed    %s: step %lld, %llu tokens\n", t->run.resume, (long long)t->step,
-               (unsigned long long)t->tokens);
-    }
-    fflush(stdout);
+    char machine[160];
+    snprintf(machine, sizeof(machine), "%d thread%s, matrix products by %s, %.1f GFLOP/s", num_threads(),
+             num_threads() == 1 ? "" : "s", gemm_library(t->model.switches.bf16), t->gemm_peak / 1e9);
+    run_print_setup(&t->run, machine);
 }
 
 void trace_start(Trainer* t) {

@@ -29,9 +29,9 @@ typedef struct {
     double mfu;                 // share of the card's nominal peak, 0..1; NAN: the peak is not known
     double gemm_share;          // share of the GEMM rate measured on this machine, 0..1; NAN: not measured
     const double* phase_ms;     // [NUM_PHASES + 1], profiler.h
-    const double* expert_load;  // [num_layers] tokens of the busiest expert / mean over experts; NAN: a dense layer
-    const int* dead_experts;    // [num_layers] experts that got no token
-    const double* router_entropy; // [num_layers] of the router's probabilities, mean over the tokens, in nats: ln E, it has no
+    double* expert_load;        // [num_layers] tokens of the busiest expert / mean over experts; NAN: a dense layer
+    int* dead_experts;          // [num_layers] experts that got no token
+    double* router_entropy;     // [num_layers] of the router's probabilities, mean over the tokens, in nats: ln E, it has no
                                 // preference, 0, it is certain; NAN: a dense layer
     int num_layers;
     uint64_t mem;               // bytes in use
@@ -41,6 +41,21 @@ typedef struct {
 static inline void step_metrics_init(StepMetrics* m) {
     memset(m, 0, sizeof(*m));
     m->loss = m->ce_loss = m->aux_loss = m->val_loss = m->mfu = m->gemm_share = NAN;
+}
+
+// the same, with room for what is known of each layer
+static inline void step_metrics_create(StepMetrics* m, int num_layers) {
+    step_metrics_init(m);
+    m->num_layers = num_layers;
+    m->expert_load = (double*)callocCheck((size_t)num_layers, sizeof(double));
+    m->dead_experts = (int*)callocCheck((size_t)num_layers, sizeof(int));
+    m->router_entropy = (double*)callocCheck((size_t)num_layers, sizeof(double));
+}
+
+static inline void step_metrics_free(StepMetrics* m) {
+    free(m->expert_load);
+    free(m->dead_experts);
+    free(m->router_entropy);
 }
 
 typedef struct {

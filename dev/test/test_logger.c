@@ -6,9 +6,9 @@
 #include <sys/resource.h>
 
 static double phases[NUM_PHASES + 1];
-static const double loads[3] = {1.5, NAN, 2.25};
-static const int dead[3] = {0, 0, 3};
-static const double entropy[3] = {1.386294, NAN, 0.25};
+static double loads[3] = {1.5, NAN, 2.25};
+static int dead[3] = {0, 0, 3};
+static double entropy[3] = {1.386294, NAN, 0.25};
 
 static const char* metrics_path(void) {
     static char path[600];
