@@ -223,23 +223,23 @@ enum { LOGIT_ROWS = 4096 }; // fewer and the lm_head's weights are read too ofte
 
 __host__ __device__ inline size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 
-// sum and maximum over the 32 lanes of a warp; every lane gets the result
-__device__ inline float warp_sum(float x) {
-    for (int offset = 16; offset > 0; offset /= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }
+// sum and maximum over a warp, or each group of `lanes` neighbours in it, a power of 2; every lane gets its group's
+template <class T> __device__ inline T warp_sum(T x, int lanes = 32) {
+    for (int offset = 1; offset < lanes; offset *= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }
     return x;
 }
-__device__ inline float warp_max(float x) {
-    for (int offset = 16; offset > 0; offset /= 2) { x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset)); }
+template <class T> __device__ inline T warp_max(T x, int lanes = 32) {
+    for (int offset = 1; offset < lanes; offset *= 2) { x = max(x, __shfl_xor_sync(0xffffffff, x, offset)); }
     return x;
 }
 
-// sum over a block of whole warps, at most 1024 threads; every thread gets it. warp_sums: 32 floats of shared memory
-__device__ inline float block_sum(float x, float* warp_sums) {
+// sum over a block of whole warps, at most 1024 threads; every thread gets it. warp_sums: 32 numbers of shared memory
+template <class T> __device__ inline T block_sum(T x, T* warp_sums) {
     x = warp_sum(x);
     __syncthreads(); // all have read what an earlier call left in warp_sums
     if (threadIdx.x % 32 == 0) { warp_sums[threadIdx.x / 32] = x; }
     __syncthreads(); // the sums of all warps are there
-    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? warp_sums[threadIdx.x % 32] : 0.0f);
+    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? warp_sums[threadIdx.x % 32] : T(0));
 }
 
 __device__ inline float round_bf16(float x) { return __bfloat162float(__float2bfloat16(x)); }
@@ -722,12 +722,6 @@ void rmsnorm_backward(bf16* d_residual, float* d_weight, const bf16* d_out, cons
 // ----------------------------------------------------------------------------
 // qk_norm_rope: RMSNorm over each head of q and k, then rotary position embedding (Su et al. 2021)
 
-// sum over a group of `lanes` lanes, a power of 2; every lane gets its group's
-__device__ inline float group_sum(float x, int lanes) {
-    for (int offset = lanes / 2; offset > 0; offset /= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }
-    return x;
-}
-
 // qk = rotate(rmsnorm(x)) for each head of q and k, by halves: element i with element i + HD/2
 // A block owns a token; `lanes` threads own a head of it at a time, a thread 4 elements of the first half and the 4
 // that are rotated with them. Where HD/8 is no power of 2 some lanes have no elements. Bandwidth: 4 bytes an element;
@@ -752,7 +746,7 @@ __global__ void qk_norm_rope_forward_kernel3(bf16* qk, float* rstd, const bf16* 
             load4(x2, x + half);
         }
         for (int j = 0; j < 4; j++) { sum += x1[j] * x1[j] + x2[j] * x2[j]; }
-        float s = 1.0f / sqrtf(group_sum(sum, lanes) / HD + eps);
+        float s = 1.0f / sqrtf(warp_sum(sum, lanes) / HD + eps);
         if (!inside) { continue; }
         const bf16* weight = (h < NH ? q_norm : k_norm) + i;
         float w1[4], w2[4], out1[4], out2[4];
@@ -838,7 +832,7 @@ qk_norm_rope_backward_kernel3(bf16* d_qkv, float* partials, const bf16* qkv, con
                     dot += g1[j] * w1[j] * x1[j] + g2[j] * w2[j] * x2[j];
                 }
             }
-            float k = group_sum(dot, lanes) * s * s / HD;
+            float k = warp_sum(dot, lanes) * s * s / HD;
             if (!inside) { continue; }
             for (int j = 0; j < 4; j++) {
                 g1[j] = s * (g1[j] * w1[j] - x1[j] * k);
@@ -1259,8 +1253,7 @@ attention_forward_kernel4(bf16* out, float* lse, const bf16* q, const bf16* k, c
                 float larger = row_max[half];
                 #pragma unroll
                 for (int n = 0; n < Bc / 8; n++) { larger = fmaxf(larger, fmaxf(p[n][2 * half], p[n][2 * half + 1])); }
-                larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 1));
-                larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 2));
+                larger = warp_max(larger, 4);
                 float base = larger * scale_log2, rescale = exp2_approx(row_max[half] * scale_log2 - base), sum = 0;
                 row_max[half] = larger;
                 #pragma unroll
@@ -1290,8 +1283,7 @@ attention_forward_kernel4(bf16* out, float* lse, const bf16* q, const bf16* k, c
 
     #pragma unroll
     for (int half = 0; half < 2; half++) {
-        row_sum[half] += __shfl_xor_sync(0xffffffff, row_sum[half], 1);
-        row_sum[half] += __shfl_xor_sync(0xffffffff, row_sum[half], 2);
+        row_sum[half] = warp_sum(row_sum[half], 4);
         int row = warp_i0 + lane / 4 + half * 8;
         if (lane % 4 == 0 && row < T) { lse[(b * s.NH + h) * T + row] = row_max[half] * scale + logf(row_sum[half]); }
     }
@@ -1662,16 +1654,6 @@ const int ROUTER_MAX_EXPERTS = 1024;
 const int ROUTER_TILES = 16; // tiles of 8 experts whose logits a warp keeps in registers at once
 const int ROUTER_AHEAD = 2;  // steps of 32 columns that are loaded before the first is used
 
-// sum and maximum over four neighbouring lanes, which share a token here; each of them gets it
-__device__ inline float router_quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-__device__ inline float router_quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
 // elements from a staged row of the router to the next: 64 bytes more than a multiple of 128, so that the two rows
 // which eight lanes read together lie in different banks
 __host__ __device__ inline size_t router_staged_stride(size_t C) { return (C + 31) / 64 * 64 + 32; }
@@ -1737,13 +1719,13 @@ __device__ inline void router_choose(float* router_logits, float* router_probs, 
         if (router_logits != NULL) { router_logits[n * E + e] = probs[e]; }
         maximum = fmaxf(maximum, probs[e]);
     }
-    maximum = router_quad_max(maximum);
+    maximum = warp_max(maximum, 4);
     for (int e = quad; e < experts; e += 4) {
         float p = expf(probs[e] - maximum);
         probs[e] = p;
         sum += p;
     }
-    sum = router_quad_sum(sum);
+    sum = warp_sum(sum, 4);
     float inverse = 1 / sum;
     for (int e = quad; e < experts; e += 4) { probs[e] *= inverse; }
     __syncwarp(); // the first lane reads the chosen probabilities, which all four have written
@@ -1847,11 +1829,6 @@ __host__ __device__ inline int router_stats_columns(int E) {
     return E + 1 + ceil_div(E + 1, 32);
 }
 
-__device__ inline double router_warp_sum(double x) {
-    for (int offset = 16; offset > 0; offset /= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }
-    return x;
-}
-
 // A block owns 1/STATS_BLOCKS of the tokens and 32 columns: the E probabilities, then lse^2 of counted tokens. A lane
 // owns a column, a warp each eighth token. What the block's probabilities add to the entropy, -p ln p, is one number
 // more. Bound by latency: 2 MB for 32768 tokens and 16 experts.
@@ -1880,7 +1857,7 @@ router_stats_kernel1(float* partials, const float* router_probs, const float* ro
         }
         float* out = partials + blockIdx.x * (size_t)router_stats_columns(E);
         if (column <= E) { out[column] = sum; }
-        entropy = (float)router_warp_sum(entropy);
+        entropy = (float)warp_sum((double)entropy);
         if (lane == 0) { out[E + 1 + blockIdx.y] = entropy; }
     }
 }
@@ -1894,7 +1871,7 @@ router_stats_sum_kernel1(double* stats, double* entropy, const float* partials, 
     for (int i = lane; i < STATS_BLOCKS; i += 32) {
         for (int c = column; c < end; c++) { sum += partials[i * (size_t)columns + c]; }
     }
-    sum = router_warp_sum(sum);
+    sum = warp_sum(sum);
     if (lane == 0) {
         if (column > E) { *entropy += sum; }
         else { stats[E + column] += sum; }
@@ -1924,7 +1901,7 @@ load_balancing_loss_kernel1(float* expert_share, double* aux_loss, const double*
         expert_share[e] = (float)share;
         sum += rows > 0 ? share * stats[E + e] / rows : 0;
     }
-    sum = router_warp_sum(sum);
+    sum = warp_sum(sum);
     if (threadIdx.x == 0) { *aux_loss = E * sum; }
 }
 
@@ -1970,7 +1947,7 @@ router_backward_kernel1(float* d_router_logits, const float* partials, int num_p
     }
     float mean = 0;
     for (int e = quad; e < experts; e += 4) { mean += d_p[e] * probs[e]; }
-    mean = router_quad_sum(mean);
+    mean = warp_sum(mean, 4);
     float d_lse = n < N && targets[n] >= 0 ? 2 * z_scale * router_lse[n] : 0;
     for (int e = quad; e < experts; e += 4) { d_p[e] = probs[e] * (d_p[e] - mean + d_lse); }
 }
@@ -2851,8 +2828,7 @@ experts_down_backward_kernel5(bf16* gate_up, bf16* expert_act, float* router_par
                 store8(expert_act + (size_t)r * F + f, act);
             }
         }
-        dot += __shfl_xor_sync(0xffffffff, dot, 1); // over the four lanes that share the row
-        dot += __shfl_xor_sync(0xffffffff, dot, 2);
+        dot = warp_sum(dot, 4); // over the four lanes that share the row
         if (threadIdx.x % 4 == 0 && r < end) {
             router_partials[(blockIdx.x * 2 + threadIdx.x / 64) * R + r] = dot;
         }
@@ -3093,17 +3069,13 @@ void cross_entropy(float* losses, bf16* logits, const int* targets, size_t rows,
     launchCheck("cross_entropy_kernel3");
 }
 
-// One block, one order: a thread adds every 1024th loss, then the halves of the block are added to each other.
+// One block, one order: a thread adds every 1024th loss.
 __global__ void __launch_bounds__(1024) losses_add_kernel1(double* sum, const float* losses, size_t N) {
-    __shared__ double partial[1024];
+    __shared__ double warp_sums[32];
     double x = 0;
     for (size_t n = threadIdx.x; n < N; n += 1024) { x += losses[n]; }
-    partial[threadIdx.x] = x;
-    for (int half = 512; half > 0; half /= 2) {
-        __syncthreads(); // the partial sums of the round before are there
-        if (threadIdx.x < half) { partial[threadIdx.x] += partial[threadIdx.x + half]; }
-    }
-    if (threadIdx.x == 0) { *sum += partial[0]; }
+    x = block_sum(x, warp_sums);
+    if (threadIdx.x == 0) { *sum += x; }
 }
 
 void losses_add(double* sum, const float* losses, size_t N, cudaStream_t stream) {
@@ -3117,21 +3089,11 @@ void losses_add(double* sum, const float* losses, size_t N, cudaStream_t stream)
 // grad norm and AdamW (Loshchilov and Hutter 2019), without the host: AdamW reads the norm on the device. Where it is
 // not finite nothing is written; the host finds out later and stops.
 
-// sum over a block of 512 threads, by halves; thread 0 gets it, the others 0. partial: 512 doubles of shared memory
-__device__ inline double block_sum_double(double x, double* partial) {
-    partial[threadIdx.x] = x;
-    for (int half = 256; half > 0; half /= 2) {
-        __syncthreads(); // the sums of the round before are there
-        if (threadIdx.x < half) { partial[threadIdx.x] += partial[threadIdx.x + half]; }
-    }
-    return threadIdx.x == 0 ? partial[0] : 0; // the others may come here while thread 0 still adds
-}
-
 // A block owns every gridDim-th piece of 512 * 4 numbers, a thread 4 neighbours of each: partials (gridDim) = the
 // block's sum of squares. Bound by memory: each gradient is read once. (Where doubles are slow, at 1/64 of the floats'
 // rate, their arithmetic takes about as long as the reading, beside it.)
 __global__ void __launch_bounds__(512) grad_norm_kernel2(double* partials, const float* grads, size_t count) {
-    __shared__ double partial[512];
+    __shared__ double warp_sums[32];
     double sum = 0;
     size_t step = (size_t)gridDim.x * 512 * 4;
     for (size_t i = ((size_t)blockIdx.x * 512 + threadIdx.x) * 4; i < count; i += step) {
@@ -3140,16 +3102,16 @@ __global__ void __launch_bounds__(512) grad_norm_kernel2(double* partials, const
         double c = __uint_as_float(bits.z), d = __uint_as_float(bits.w);
         sum += (a * a + b * b) + (c * c + d * d);
     }
-    sum = block_sum_double(sum, partial);
+    sum = block_sum(sum, warp_sums);
     if (threadIdx.x == 0) { partials[blockIdx.x] = sum; }
 }
 
 // one block adds the partial sums
 __global__ void __launch_bounds__(512) grad_norm_sum_kernel2(float* norm, const double* partials, size_t num_partials) {
-    __shared__ double partial[512];
+    __shared__ double warp_sums[32];
     double sum = 0;
     for (size_t i = threadIdx.x; i < num_partials; i += 512) { sum += partials[i]; }
-    sum = block_sum_double(sum, partial);
+    sum = block_sum(sum, warp_sums);
     if (threadIdx.x == 0) { *norm = (float)sqrt(sum); }
 }
 

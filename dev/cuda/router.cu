@@ -87,16 +87,6 @@ const int ROUTER_MAX_EXPERTS = 1024;
 const int ROUTER_TILES = 16; // tiles of 8 experts whose logits a warp keeps in registers at once
 const int ROUTER_AHEAD = 2;  // steps of 32 columns that are loaded before the first is used
 
-// sum and maximum over four neighbouring lanes, which share a token here; each of them gets it
-__device__ inline float router_quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-__device__ inline float router_quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
 // elements from a staged row of the router to the next: 64 bytes more than a multiple of 128, so that the two rows
 // which eight lanes read together lie in different banks
 __host__ __device__ inline size_t router_staged_stride(size_t C) { return (C + 31) / 64 * 64 + 32; }
@@ -162,13 +152,13 @@ __device__ inline void router_choose(float* router_logits, float* router_probs, 
         if (router_logits != NULL) { router_logits[n * E + e] = probs[e]; }
         maximum = fmaxf(maximum, probs[e]);
     }
-    maximum = router_quad_max(maximum);
+    maximum = warp_max(maximum, 4);
     for (int e = quad; e < experts; e += 4) {
         float p = expf(probs[e] - maximum);
         probs[e] = p;
         sum += p;
     }
-    sum = router_quad_sum(sum);
+    sum = warp_sum(sum, 4);
     float inverse = 1 / sum;
     for (int e = quad; e < experts; e += 4) { probs[e] *= inverse; }
     __syncwarp(); // the first lane reads the chosen probabilities, which all four have written
@@ -272,11 +262,6 @@ __host__ __device__ inline int router_stats_columns(int E) {
     return E + 1 + ceil_div(E + 1, 32);
 }
 
-__device__ inline double router_warp_sum(double x) {
-    for (int offset = 16; offset > 0; offset /= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }
-    return x;
-}
-
 // A block owns 1/STATS_BLOCKS of the tokens and 32 columns: the E probabilities, then lse^2 of counted tokens. A lane
 // owns a column, a warp each eighth token. What the block's probabilities add to the entropy, -p ln p, is one number
 // more. Bound by latency: 2 MB for 32768 tokens and 16 experts.
@@ -305,7 +290,7 @@ router_stats_kernel1(float* partials, const float* router_probs, const float* ro
         }
         float* out = partials + blockIdx.x * (size_t)router_stats_columns(E);
         if (column <= E) { out[column] = sum; }
-        entropy = (float)router_warp_sum(entropy);
+        entropy = (float)warp_sum((double)entropy);
         if (lane == 0) { out[E + 1 + blockIdx.y] = entropy; }
     }
 }
@@ -319,7 +304,7 @@ router_stats_sum_kernel1(double* stats, double* entropy, const float* partials, 
     for (int i = lane; i < STATS_BLOCKS; i += 32) {
         for (int c = column; c < end; c++) { sum += partials[i * (size_t)columns + c]; }
     }
-    sum = router_warp_sum(sum);
+    sum = warp_sum(sum);
     if (lane == 0) {
         if (column > E) { *entropy += sum; }
         else { stats[E + column] += sum; }
@@ -349,7 +334,7 @@ load_balancing_loss_kernel1(float* expert_share, double* aux_loss, const double*
         expert_share[e] = (float)share;
         sum += rows > 0 ? share * stats[E + e] / rows : 0;
     }
-    sum = router_warp_sum(sum);
+    sum = warp_sum(sum);
     if (threadIdx.x == 0) { *aux_loss = E * sum; }
 }
 
@@ -395,7 +380,7 @@ router_backward_kernel1(float* d_router_logits, const float* partials, int num_p
     }
     float mean = 0;
     for (int e = quad; e < experts; e += 4) { mean += d_p[e] * probs[e]; }
-    mean = router_quad_sum(mean);
+    mean = warp_sum(mean, 4);
     float d_lse = n < N && targets[n] >= 0 ? 2 * z_scale * router_lse[n] : 0;
     for (int e = quad; e < experts; e += 4) { d_p[e] = probs[e] * (d_p[e] - mean + d_lse); }
 }
