@@ -162,34 +162,21 @@ __device__ inline void router_choose(float* router_logits, float* router_probs, 
     float inverse = 1 / sum;
     for (int e = quad; e < experts; e += 4) { probs[e] *= inverse; }
     __syncwarp(); // the first lane reads the chosen probabilities, which all four have written
-    // Each round takes the next expert in the order of falling probability, then of rising index: it comes after the
-    // last one taken, so nothing is taken twice. A NaN counts as 0 (fmaxf returns the other), so the order is always
-    // complete.
-    float last = INFINITY, chosen_sum = 0;
-    int last_expert = -1;
+    // Each round takes the largest key below the last one. A key has a probability's bits (it is not negative, so their
+    // order is its own), then the expert's number inverted: ties go to the lower index. A NaN counts as 0 (fmaxf
+    // returns the other), so there are always E different keys.
+    unsigned long long key = ~0ull;
+    float chosen_sum = 0;
     for (int k = 0; k < K; k++) {
-        float best = -1;
-        int best_expert = E;
+        unsigned long long last = key;
+        key = 0;
         for (int e = quad; e < experts && forced == NULL; e += 4) {
-            float p = fmaxf(probs[e], 0);
-            bool after = p < last || (p == last && e > last_expert);
-            if (after && p > best) {
-                best = p;
-                best_expert = e;
-            }
+            unsigned long long next = (unsigned long long)__float_as_uint(fmaxf(probs[e], 0)) << 32 | ~(unsigned)e;
+            if (next < last && next > key) { key = next; }
         }
-        for (int offset = 1; offset < 4; offset *= 2) {
-            float p = __shfl_xor_sync(0xffffffff, best, offset);
-            int e = __shfl_xor_sync(0xffffffff, best_expert, offset);
-            if (p > best || (p == best && e < best_expert)) {
-                best = p;
-                best_expert = e;
-            }
-        }
-        last = best;
-        last_expert = best_expert;
+        key = warp_max(key, 4);
         if (inside && quad == 0) {
-            int e = forced != NULL ? forced[n * K + k] : best_expert;
+            int e = forced != NULL ? forced[n * K + k] : (int)~(unsigned)key;
             router_indices[n * K + k] = e;
             router_weights[n * K + k] = probs[e];
             chosen_sum += probs[e];
