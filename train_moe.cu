@@ -181,7 +181,6 @@ typedef struct {
     size_t logit_rows;
     void* attn_scores;      // --attention naive: one head's T x T
     int* route_chunks;      // scratch of route_rows
-    float* stats_partials;  // scratch of router_stats_add
     // backward
     bf16* d_residual;       // (N, C) gradient of the residual stream
     bf16* d_norm;           // (N, C) gradient of a norm's output
@@ -1809,94 +1808,70 @@ void router_forward(float* router_logits, float* router_probs, float* router_lse
     launchCheck("router_forward_kernel3");
 }
 
-const int STATS_BLOCKS = 128; // parts of the tokens that router_stats_add sums by themselves
-
-__host__ __device__ inline int router_stats_columns(int E) {
-    // of a row of partials: E probabilities, lse^2, and an entropy for every 32 of these
-    return E + 1 + ceil_div(E + 1, 32);
-}
-
-// A block owns 1/STATS_BLOCKS of the tokens and 32 columns: the E probabilities, then lse^2 of counted tokens. A lane
-// owns a column, a warp each eighth token. What the block's probabilities add to the entropy, -p ln p, is one number
-// more. Bound by latency: 2 MB for 32768 tokens and 16 experts.
-__global__ void __launch_bounds__(256)
-router_stats_kernel1(float* partials, const float* router_probs, const float* router_lse, const int* targets,
-                     size_t N, int E) {
-    __shared__ float sums[8][32], entropies[8][32];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.y * 32 + lane;
-    size_t tokens = ceil_div(N, gridDim.x), begin = blockIdx.x * tokens, end = begin + tokens < N ? begin + tokens : N;
-    float sum = 0, entropy = 0;
-    for (size_t n = begin + warp; n < end; n += 8) {
-        if (column < E) {
-            float p = router_probs[n * E + column];
+// What a layer adds to the statistics. A block owns an expert, the last block the z-loss; a thread adds every 1024th
+// token in double. Bound by latency: an expert's probabilities lie E floats apart, so that a block takes 4 of each 32
+// bytes it reads, some 20 MB of L2's traffic for 32768 tokens and 16 experts, but they were written just before.
+__global__ void __launch_bounds__(1024)
+router_stats_kernel1(double* prob_sum, double* entropy, double* z_sum, const float* router_probs,
+                     const float* router_lse, const int* targets, size_t N, int E) {
+    __shared__ double warp_sums[32];
+    int e = blockIdx.x;
+    double sum = 0, entropy_sum = 0;
+    for (size_t n = threadIdx.x; n < N; n += 1024) {
+        if (e < E) {
+            float p = router_probs[n * E + e];
             sum += p;
-            if (p != 0) { entropy -= p * logf(p); } // a NaN goes on
+            if (p != 0) { entropy_sum -= p * logf(p); } // a NaN goes on
+        } else if (targets[n] >= 0) {
+            sum += router_lse[n] * router_lse[n];
         }
-        if (column == E && targets[n] >= 0) { sum += router_lse[n] * router_lse[n]; }
     }
-    sums[warp][lane] = sum;
-    entropies[warp][lane] = entropy;
-    __syncthreads(); // the sums of all warps are there
-    if (warp == 0) {
-        for (int i = 1; i < 8; i++) {
-            sum += sums[i][lane];
-            entropy += entropies[i][lane];
-        }
-        float* out = partials + blockIdx.x * (size_t)router_stats_columns(E);
-        if (column <= E) { out[column] = sum; }
-        entropy = (float)warp_sum((double)entropy);
-        if (lane == 0) { out[E + 1 + blockIdx.y] = entropy; }
+    sum = block_sum(sum, warp_sums);
+    entropy_sum = block_sum(entropy_sum, warp_sums);
+    if (threadIdx.x > 0) { return; }
+    if (e == E) {
+        *z_sum += sum;
+    } else {
+        prob_sum[e] += sum;
+        entropy[e] += entropy_sum;
     }
 }
 
-// A warp owns a column, the last one all the entropies: the sum of its parts, in double, one order.
-__global__ void __launch_bounds__(32)
-router_stats_sum_kernel1(double* stats, double* entropy, const float* partials, const int* tokens_per_expert, int E) {
-    int lane = threadIdx.x, column = blockIdx.x, columns = router_stats_columns(E);
-    int end = column <= E ? column + 1 : columns;
-    double sum = 0;
-    for (int i = lane; i < STATS_BLOCKS; i += 32) {
-        for (int c = column; c < end; c++) { sum += partials[i * (size_t)columns + c]; }
-    }
-    sum = warp_sum(sum);
-    if (lane == 0) {
-        if (column > E) { *entropy += sum; }
-        else { stats[E + column] += sum; }
-        if (column < E) { stats[column] += tokens_per_expert[column]; }
-    }
-}
-
-void router_stats_add(double* stats, double* entropy, float* partials, const float* router_probs,
-                      const float* router_lse, const int* tokens_per_expert, const int* targets, size_t N, int E,
-                      cudaStream_t stream) {
-    // stats (2E+1) +=: slots an expert (E), probability an expert (E), lse^2 of the tokens with a counted target (1);
-    // entropy (1) += -sum p ln p of all tokens, for the log; partials (STATS_BLOCKS, router_stats_columns) is scratch
+void router_stats_add(double* prob_sum, double* entropy, double* z_sum, const float* router_probs,
+                      const float* router_lse, const int* targets, size_t N, int E, cudaStream_t stream) {
+    // of a layer's tokens: prob_sum (E) += router_probs (N,E), entropy (E) += -p ln p of them, for the log;
+    // z_sum (1) += router_lse (N) squared where the target counts
     if (N == 0) { return; }
-    router_stats_kernel1<<<dim3(STATS_BLOCKS, ceil_div(E + 1, 32)), 256, 0, stream>>>(partials, router_probs,
-                                                                                      router_lse, targets, N, E);
+    router_stats_kernel1<<<E + 1, 1024, 0, stream>>>(prob_sum, entropy, z_sum, router_probs, router_lse, targets, N, E);
     launchCheck("router_stats_kernel1");
-    router_stats_sum_kernel1<<<E + 2, 32, 0, stream>>>(stats, entropy, partials, tokens_per_expert, E);
-    launchCheck("router_stats_sum_kernel1");
 }
 
-// One warp owns everything: E terms.
-__global__ void __launch_bounds__(32)
-load_balancing_loss_kernel1(float* expert_share, double* aux_loss, const double* stats, double rows, int E) {
+// One block owns everything, a thread each 256th expert: f_e = its slots over rows, P_e = prob_sum over rows.
+__global__ void __launch_bounds__(256)
+load_balancing_loss_kernel1(float* expert_share, double* aux_loss, double* load, const double* prob_sum,
+                            const int* tokens_per_expert, double share, double rows, int L, int E) {
+    __shared__ double warp_sums[32];
     double sum = 0;
-    for (int e = threadIdx.x; e < E; e += 32) {
-        double share = rows > 0 ? stats[e] / rows : 0;
-        expert_share[e] = (float)share;
-        sum += rows > 0 ? share * stats[E + e] / rows : 0;
+    for (int e = threadIdx.x; e < E; e += 256) {
+        double slots = 0;
+        for (size_t i = e; i < (size_t)L * E; i += E) {
+            load[i] += tokens_per_expert[i];
+            slots += tokens_per_expert[i];
+        }
+        expert_share[e] = (float)(slots / rows);
+        sum += slots / rows * (prob_sum[e] / rows);
     }
-    sum = warp_sum(sum);
-    if (threadIdx.x == 0) { *aux_loss = E * sum; }
+    sum = block_sum(sum, warp_sums);
+    if (threadIdx.x == 0) { *aux_loss += share * E * sum; }
 }
 
-void load_balancing_loss_forward(float* expert_share, double* aux_loss, const double* stats, double rows, int E,
-                                 cudaStream_t stream) {
-    // expert_share (E) = f_e, the slots of expert e over rows; aux_loss (1) = E * sum over e of f_e P_e;
-    // rows = MoE layers * N
-    load_balancing_loss_kernel1<<<1, 32, 0, stream>>>(expert_share, aux_loss, stats, rows, E);
+void load_balancing_loss(float* expert_share, double* aux_loss, double* load, const double* prob_sum,
+                         const int* tokens_per_expert, double share, size_t rows, int L, int E, cudaStream_t stream) {
+    // of a microbatch: expert_share (E) = f_e, the slots of expert e in all layers over rows = MoE layers * N;
+    // aux_loss (1) += share * E * sum over e of f_e P_e; load (L,E) += tokens_per_expert (L,E), 0 in dense layers
+    double any_rows = rows > 0 ? (double)rows : 1; // without an MoE layer all sums are 0
+    load_balancing_loss_kernel1<<<1, 256, 0, stream>>>(expert_share, aux_loss, load, prob_sum, tokens_per_expert, share,
+                                                       any_rows, L, E);
     launchCheck("load_balancing_loss_kernel1");
 }
 
@@ -1979,9 +1954,8 @@ router_backward_weight_kernel2(float* partials, const float* d_router_logits, co
         __syncthreads(); // the gradients of this step are there
         #pragma unroll 4
         for (int i = warp; i < ROUTER_TOKENS; i += 4) {
-            uint2 bits = first + i < end && c < C ? *(const uint2*)(inp + (first + i) * C + c) : make_uint2(0, 0);
-            float x[4] = {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xffff0000u),
-                          __uint_as_float(bits.y << 16), __uint_as_float(bits.y & 0xffff0000u)};
+            float x[4] = {};
+            if (first + i < end && c < C) { load4(x, inp + (first + i) * C + c); }
             #pragma unroll
             for (int e = 0; e < ROUTER_EXPERTS; e++) {
                 #pragma unroll
@@ -2005,15 +1979,6 @@ router_backward_weight_kernel2(float* partials, const float* d_router_logits, co
     }
 }
 
-// A thread owns an element of d_router and adds its splits in order.
-__global__ void router_backward_weight_sum_kernel2(float* d_router, const float* partials, size_t count, int splits) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= count) { return; }
-    float sum = 0;
-    for (int split = 0; split < splits; split++) { sum += partials[split * count + i]; }
-    d_router[i] += sum;
-}
-
 // into how many splits the tokens go at most: about 1024 blocks fill a GPU, more only add partial sums
 size_t router_splits(size_t C, int E) {
     size_t tiles = ceil_div(C, ROUTER_COLUMNS) * ceil_div(E, ROUTER_EXPERTS), splits = ceil_div(1024, tiles);
@@ -2032,31 +1997,7 @@ void router_backward_weight(float* d_router, const float* d_router_logits, const
     dim3 grid(ceil_div(C, ROUTER_COLUMNS), ceil_div(E, ROUTER_EXPERTS), splits);
     router_backward_weight_kernel2<<<grid, 128, 0, stream>>>(partials, d_router_logits, inp, N, C, E, tokens_per_split);
     launchCheck("router_backward_weight_kernel2");
-    size_t count = E * C;
-    router_backward_weight_sum_kernel2<<<ceil_div(count, 256), 256, 0, stream>>>(d_router, partials, count, splits);
-    launchCheck("router_backward_weight_sum_kernel2");
-}
-
-// What a step reports of its routing, added up over microbatches: sums[0] += share * aux_loss, sums[1] += z_sum,
-// sums[2 + i] += tokens_per_expert[i] for the L*E experts of all layers. A thread an expert; too small to be bound by
-// anything but its launch.
-__global__ void router_sums_add_kernel1(double* sums, const double* aux_loss, const double* stats,
-                                        const int* tokens_per_expert, double share, size_t experts, int E) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i == 0) {
-        sums[0] += share * *aux_loss;
-        sums[1] += stats[2 * E]; // z_sum
-    }
-    if (i < experts) { sums[2 + i] += tokens_per_expert[i]; }
-}
-
-void router_sums_add(double* sums, const double* aux_loss, const double* stats, const int* tokens_per_expert,
-                     double share, int L, int E, cudaStream_t stream) {
-    // sums (2 + L*E) +=; aux_loss (1), stats (2E+1) and tokens_per_expert (L,E) of one microbatch
-    size_t experts = (size_t)L * E;
-    router_sums_add_kernel1<<<(unsigned)ceil_div(experts, 256), 256, 0, stream>>>(sums, aux_loss, stats,
-                                                                                tokens_per_expert, share, experts, E);
-    launchCheck("router_sums_add_kernel1");
+    norm_weight_reduce(d_router, partials, splits, E * C, E * C, stream); // adds the splits, as a norm's blocks
 }
 
 // ----------------------------------------------------------------------------
@@ -3509,7 +3450,6 @@ void acts_layout(Acts* a, Arena* mem, const MoEConfig* c, const Switches* s, siz
     a->losses = take(mem, N);
     a->attn_scores = arena_take(mem, s->attention == ATTENTION_NAIVE ? attention_naive_bytes(T) : 0, 1);
     a->route_chunks = take_int(mem, route_chunk_ints(R, (int)E));
-    a->stats_partials = take(mem, STATS_BLOCKS * (size_t)router_stats_columns((int)E));
 }
 
 void logits_layout(Acts* a, Arena* mem, const MoEConfig* c, size_t B, size_t T) {
@@ -3538,8 +3478,8 @@ void backward_layout(Acts* a, Arena* mem, const MoEConfig* c, const Switches* s,
     a->norm_partials = take(mem, NORM_BLOCKS * (C > 2 * HD ? C : 2 * HD));
 }
 
-// The step's sums on the device, read once a step: three losses, the tokens of every expert of every layer, then the
-// router's entropy of every layer.
+// The step's sums on the device, read once a step: three losses, the tokens of every expert of every layer (L,E), then
+// its part of the router's entropy (L,E).
 enum { SUM_CE, SUM_AUX, SUM_Z, SUM_LOAD };
 
 typedef struct {
@@ -3563,15 +3503,18 @@ typedef struct {
     ParamRange* ranges;      // which parts of the arenas decay; on the device, for the fused optimizer
     ParamRange* host_ranges; // the same on the host
     int num_ranges;
-    double* stats;           // (2E+1) expert_count, prob_sum, z_sum of the last forward
-    double* aux_loss;        // (1) of the last forward
+    double* prob_sum;        // (E) the router's probabilities, summed over the last forward's tokens and layers
     float* expert_share;     // (E) f_e of the last forward
-    double* step_sums;       // (SUM_LOAD + L*E + L) since the start of the step
+    double* step_sums;       // (SUM_LOAD + 2*L*E) since the start of the step
     double* host_sums;       // the same, pinned, after the step; then the gradient norm
     int* host_offsets;       // (L, E+1) pinned; --experts loop only
     int moe_layers;
     GpuClock* clock;         // NULL: nobody watches
 } Model;
+
+size_t step_sums_count(const Model* model) {
+    return SUM_LOAD + 2 * (size_t)model->config.num_hidden_layers * model->config.num_experts;
+}
 
 // Where the memory goes; --dry-run prints it and model_create allocates just this.
 typedef struct {
@@ -3581,7 +3524,7 @@ typedef struct {
 size_t model_other_bytes(const MoEConfig* c, const ParamTable* places, size_t B, size_t T, bool training) {
     // tables, sums, the batch and cuBLAS's workspace
     size_t E = c->num_experts, bytes = T * c->head_dim * sizeof(float) + 4 * B * T * sizeof(int) + MATMUL_WORKSPACE;
-    bytes += (3 * E + 8 + c->num_hidden_layers * E) * sizeof(double);
+    bytes += (2 * E + 8 + 2 * c->num_hidden_layers * E) * sizeof(double);
     return bytes + (training ? grad_norm_doubles(places->num_parameters) * sizeof(double) : 0);
 }
 
@@ -3704,11 +3647,10 @@ void model_create(Model* model, const MoEConfig* config, Switches switches, size
     cudaCheck(cudaMemcpy(model->rope, rope, T * config->head_dim * sizeof(float), cudaMemcpyHostToDevice));
     free(rope);
     model->grad_norm = (float*)device_alloc(sizeof(float));
-    model->stats = (double*)device_alloc((2 * E + 1) * sizeof(double));
-    model->aux_loss = (double*)device_alloc(sizeof(double));
+    model->prob_sum = (double*)device_alloc(E * sizeof(double));
     model->expert_share = (float*)device_alloc(E * sizeof(float));
-    model->step_sums = (double*)device_alloc((SUM_LOAD + L * E + L) * sizeof(double));
-    cudaCheck(cudaMallocHost((void**)&model->host_sums, (SUM_LOAD + L * E + L + 1) * sizeof(double)));
+    model->step_sums = (double*)device_alloc(step_sums_count(model) * sizeof(double));
+    cudaCheck(cudaMallocHost((void**)&model->host_sums, (step_sums_count(model) + 1) * sizeof(double)));
     if (switches.experts == EXPERTS_LOOP) {
         cudaCheck(cudaMallocHost((void**)&model->host_offsets, L * (E + 1) * sizeof(int)));
     }
@@ -3717,9 +3659,9 @@ void model_create(Model* model, const MoEConfig* config, Switches switches, size
 }
 
 void model_free(Model* model) {
-    void* device[] = {model->params,    model->master,   model->grads, model->m,        model->v,
-                      model->norm_sums, model->ranges,   model->rope,  model->grad_norm, model->stats,
-                      model->aux_loss,  model->expert_share, model->step_sums, model->acts_memory};
+    void* device[] = {model->params,    model->master, model->grads, model->m,         model->v,
+                      model->norm_sums, model->ranges, model->rope,  model->grad_norm, model->prob_sum,
+                      model->expert_share, model->step_sums, model->acts_memory};
     matmul_close();
     for (size_t i = 0; i < sizeof(device) / sizeof(device[0]); i++) { cudaCheck(cudaFree(device[i])); }
     cudaCheck(cudaFreeHost(model->host_sums));
@@ -3827,7 +3769,7 @@ void moe_forward(Model* model, Acts* acts, int l, const int* forced, size_t N) {
 }
 
 void model_forward(Model* model, const Microbatch* mb) {
-    // tokens -> acts.final_norm (N,C), and the router's statistics
+    // tokens -> acts.final_norm (N,C); the router's statistics: prob_sum =, entropy and z_sum in step_sums +=
     const MoEConfig* c = &model->padded;
     Acts* acts = &model->acts;
     cudaStream_t stream = model->stream;
@@ -3840,7 +3782,7 @@ void model_forward(Model* model, const Microbatch* mb) {
     phase(model, PHASE_ATTENTION, -1);
     doc_bounds(acts->doc_start, acts->doc_end, mb->doc_start, B, T, stream);
     phase(model, PHASE_ROUTER, -1);
-    cudaCheck(cudaMemsetAsync(model->stats, 0, (2 * E + 1) * sizeof(double), stream));
+    cudaCheck(cudaMemsetAsync(model->prob_sum, 0, E * sizeof(double), stream));
     phase(model, PHASE_EMBEDDING, -1);
     embedding_forward(acts->layers[0].residual_attn, mb->tokens, model->w.embed_tokens, N, C, stream);
     const bf16* residual = acts->layers[0].residual_attn;
@@ -3865,9 +3807,8 @@ void model_forward(Model* model, const Microbatch* mb) {
         moe_forward(model, acts, l, mb->forced_indices ? mb->forced_indices[l] : NULL, N);
         if (w->router) {
             phase(model, PHASE_ROUTER, l);
-            double* entropy = model->step_sums + SUM_LOAD + (size_t)L * E + l;
-            router_stats_add(model->stats, entropy, acts->stats_partials, a->router_probs, a->router_lse,
-                             a->routing.tokens_per_expert, mb->targets, N, E, stream);
+            router_stats_add(model->prob_sum, model->step_sums + SUM_LOAD + ((size_t)L + l) * E,
+                             model->step_sums + SUM_Z, a->router_probs, a->router_lse, mb->targets, N, E, stream);
         }
         residual = a->residual_mlp;
     }
@@ -3911,10 +3852,8 @@ void model_loss(Model* model, const Microbatch* mb, bool backward, float* logits
     }
     losses_add(model->step_sums + SUM_CE, acts->losses, N, stream);
     phase(model, PHASE_ROUTER, -1);
-    load_balancing_loss_forward(model->expert_share, model->aux_loss, model->stats,
-                                (double)model->moe_layers * (double)N, E, stream);
-    router_sums_add(model->step_sums + SUM_AUX, model->aux_loss, model->stats, acts->tokens_per_expert, mb->share,
-                    c->num_hidden_layers, E, stream);
+    load_balancing_loss(model->expert_share, model->step_sums + SUM_AUX, model->step_sums + SUM_LOAD, model->prob_sum,
+                        acts->tokens_per_expert, mb->share, model->moe_layers * N, c->num_hidden_layers, E, stream);
     phase(model, PHASE_OTHER, -1);
 }
 
@@ -4042,10 +3981,6 @@ void model_forward_backward(Model* model, const Microbatch* mb, MultiGpu* gpus) 
     model_loss(model, mb, true, NULL);
     model_backward(model, mb, gpus);
     gpu_clock_span_end(model->clock, model->stream);
-}
-
-size_t step_sums_count(const Model* model) {
-    return SUM_LOAD + (size_t)model->config.num_hidden_layers * (model->config.num_experts + 1);
 }
 
 void model_sums_begin(Model* model) {
@@ -4638,14 +4573,13 @@ void router_log_summary(const Model* model, double* max_over_mean, int* dead, do
     // the mean entropy of the router; NAN, 0, NAN for a dense layer. From host_sums
     const MoEConfig* c = &model->config;
     int L = c->num_hidden_layers, E = c->num_experts;
-    const double* sums = model->host_sums + SUM_LOAD;
     for (int l = 0; l < L; l++) {
-        const double* load = sums + (size_t)l * E;
-        double slots = 0;
-        for (int e = 0; e < E; e++) { slots += load[e]; }
+        const double *load = model->host_sums + SUM_LOAD + (size_t)l * E, *entropies = load + (size_t)L * E;
+        double slots = 0, sum = 0;
+        for (int e = 0; e < E; e++) { slots += load[e], sum += entropies[e]; }
         dead[l] = 0;
         max_over_mean[l] = model->w.layers[l].router ? expert_load_of(load, E, &dead[l]) : NAN;
-        entropy[l] = model->w.layers[l].router ? sums[(size_t)L * E + l] * c->num_experts_per_tok / slots : NAN;
+        entropy[l] = model->w.layers[l].router ? sum * c->num_experts_per_tok / slots : NAN;
     }
 }
 
