@@ -281,7 +281,8 @@ void router_stats_add(double* prob_sum, double* entropy, double* z_sum, const fl
     launchCheck("router_stats_kernel1");
 }
 
-// One block owns everything, a thread each 256th expert: f_e = its slots over rows, P_e = prob_sum over rows.
+// One block owns everything, a thread each 256th expert: f_e = its slots over rows, P_e = prob_sum over rows. Too
+// small to be bound by anything but its launch.
 __global__ void __launch_bounds__(256)
 load_balancing_loss_kernel1(float* expert_share, double* aux_loss, double* load, const double* prob_sum,
                             const int* tokens_per_expert, double share, double rows, int L, int E) {
