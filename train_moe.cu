@@ -179,7 +179,6 @@ typedef struct {
     size_t logit_rows;
     void* attn_scores;      // --attention naive: one head's T x T
     int* route_chunks;      // scratch of route_rows
-    float* stats_partials;  // scratch of router_stats_add
     // backward
     bf16* d_residual;       // (N, C) gradient of the residual stream
     bf16* d_norm;           // (N, C) gradient of a norm's output
@@ -221,23 +220,23 @@ enum { LOGIT_ROWS = 4096 }; // fewer and the lm_head's weights are read too ofte
 
 __host__ __device__ inline size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 
-// sum and maximum over the 32 lanes of a warp; every lane gets the result
-__device__ inline float warp_sum(float x) {
-    for (int offset = 16; offset > 0; offset /= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }
+// sum and maximum over a warp, or each group of `lanes` neighbours in it, a power of 2; every lane gets its group's
+template <class T> __device__ inline T warp_sum(T x, int lanes = 32) {
+    for (int offset = 1; offset < lanes; offset *= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }
     return x;
 }
-__device__ inline float warp_max(float x) {
-    for (int offset = 16; offset > 0; offset /= 2) { x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset)); }
+template <class T> __device__ inline T warp_max(T x, int lanes = 32) {
+    for (int offset = 1; offset < lanes; offset *= 2) { x = max(x, __shfl_xor_sync(0xffffffff, x, offset)); }
     return x;
 }
 
-// sum over a block of whole warps, at most 1024 threads; every thread gets it. warp_sums: 32 floats of shared memory
-__device__ inline float block_sum(float x, float* warp_sums) {
+// sum over a block of whole warps, at most 1024 threads; every thread gets it. warp_sums: 32 numbers of shared memory
+template <class T> __device__ inline T block_sum(T x, T* warp_sums) {
     x = warp_sum(x);
     __syncthreads(); // all have read what an earlier call left in warp_sums
     if (threadIdx.x % 32 == 0) { warp_sums[threadIdx.x / 32] = x; }
     __syncthreads(); // the sums of all warps are there
-    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? warp_sums[threadIdx.x % 32] : 0.0f);
+    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? warp_sums[threadIdx.x % 32] : T(0));
 }
 
 __device__ inline float round_bf16(float x) { return __bfloat162float(__float2bfloat16(x)); }
@@ -720,12 +719,6 @@ void rmsnorm_backward(bf16* d_residual, float* d_weight, const bf16* d_out, cons
 // ----------------------------------------------------------------------------
 // qk_norm_rope: RMSNorm over each head of q and k, then rotary position embedding (Su et al. 2021)
 
-// sum over a group of `lanes` lanes, a power of 2; every lane gets its group's
-__device__ inline float group_sum(float x, int lanes) {
-    for (int offset = lanes / 2; offset > 0; offset /= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }
-    return x;
-}
-
 // qk = rotate(rmsnorm(x)) for each head of q and k, by halves: element i with element i + HD/2
 // A block owns a token; `lanes` threads own a head of it at a time, a thread 4 elements of the first half and the 4
 // that are rotated with them. Where HD/8 is no power of 2 some lanes have no elements. Bandwidth: 4 bytes an element;
@@ -750,7 +743,7 @@ __global__ void qk_norm_rope_forward_kernel3(bf16* qk, float* rstd, const bf16* 
             load4(x2, x + half);
         }
         for (int j = 0; j < 4; j++) { sum += x1[j] * x1[j] + x2[j] * x2[j]; }
-        float s = 1.0f / sqrtf(group_sum(sum, lanes) / HD + eps);
+        float s = 1.0f / sqrtf(warp_sum(sum, lanes) / HD + eps);
         if (!inside) { continue; }
         const bf16* weight = (h < NH ? q_norm : k_norm) + i;
         float w1[4], w2[4], out1[4], out2[4];
@@ -835,7 +828,7 @@ qk_norm_rope_backward_kernel3(bf16* d_qkv, float* partials, const bf16* qkv, con
                     dot += g1[j] * w1[j] * x1[j] + g2[j] * w2[j] * x2[j];
                 }
             }
-            float k = group_sum(dot, lanes) * s * s / HD;
+            float k = warp_sum(dot, lanes) * s * s / HD;
             if (!inside) { continue; }
             for (int j = 0; j < 4; j++) {
                 g1[j] = s * (g1[j] * w1[j] - x1[j] * k);
@@ -1256,8 +1249,7 @@ attention_forward_kernel4(bf16* out, float* lse, const bf16* q, const bf16* k, c
                 float larger = row_max[half];
                 #pragma unroll
                 for (int n = 0; n < Bc / 8; n++) { larger = fmaxf(larger, fmaxf(p[n][2 * half], p[n][2 * half + 1])); }
-                larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 1));
-                larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 2));
+                larger = warp_max(larger, 4);
                 float base = larger * scale_log2, rescale = exp2_approx(row_max[half] * scale_log2 - base), sum = 0;
                 row_max[half] = larger;
                 #pragma unroll
@@ -1287,8 +1279,7 @@ attention_forward_kernel4(bf16* out, float* lse, const bf16* q, const bf16* k, c
 
     #pragma unroll
     for (int half = 0; half < 2; half++) {
-        row_sum[half] += __shfl_xor_sync(0xffffffff, row_sum[half], 1);
-        row_sum[half] += __shfl_xor_sync(0xffffffff, row_sum[half], 2);
+        row_sum[half] = warp_sum(row_sum[half], 4);
         int row = warp_i0 + lane / 4 + half * 8;
         if (lane % 4 == 0 && row < T) { lse[(b * s.NH + h) * T + row] = row_max[half] * scale + logf(row_sum[half]); }
     }
@@ -1603,16 +1594,6 @@ const int ROUTER_MAX_EXPERTS = 1024;
 const int ROUTER_TILES = 16; // tiles of 8 experts whose logits a warp keeps in registers at once
 const int ROUTER_AHEAD = 2;  // steps of 32 columns that are loaded before the first is used
 
-// sum and maximum over four neighbouring lanes, which share a token here; each of them gets it
-__device__ inline float router_quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
-__device__ inline float router_quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
 // elements from a staged row of the router to the next: 64 bytes more than a multiple of 128, so that the two rows
 // which eight lanes read together lie in different banks
 __host__ __device__ inline size_t router_staged_stride(size_t C) { return (C + 31) / 64 * 64 + 32; }
@@ -1678,44 +1659,31 @@ __device__ inline void router_choose(float* router_logits, float* router_probs, 
         if (router_logits != NULL) { router_logits[n * E + e] = probs[e]; }
         maximum = fmaxf(maximum, probs[e]);
     }
-    maximum = router_quad_max(maximum);
+    maximum = warp_max(maximum, 4);
     for (int e = quad; e < experts; e += 4) {
         float p = expf(probs[e] - maximum);
         probs[e] = p;
         sum += p;
     }
-    sum = router_quad_sum(sum);
+    sum = warp_sum(sum, 4);
     float inverse = 1 / sum;
     for (int e = quad; e < experts; e += 4) { probs[e] *= inverse; }
     __syncwarp(); // the first lane reads the chosen probabilities, which all four have written
-    // Each round takes the next expert in the order of falling probability, then of rising index: it comes after the
-    // last one taken, so nothing is taken twice. A NaN counts as 0 (fmaxf returns the other), so the order is always
-    // complete.
-    float last = INFINITY, chosen_sum = 0;
-    int last_expert = -1;
+    // Each round takes the largest key below the last one. A key has a probability's bits (it is not negative, so their
+    // order is its own), then the expert's number inverted: ties go to the lower index. A NaN counts as 0 (fmaxf
+    // returns the other), so there are always E different keys.
+    unsigned long long key = ~0ull;
+    float chosen_sum = 0;
     for (int k = 0; k < K; k++) {
-        float best = -1;
-        int best_expert = E;
+        unsigned long long last = key;
+        key = 0;
         for (int e = quad; e < experts && forced == NULL; e += 4) {
-            float p = fmaxf(probs[e], 0);
-            bool after = p < last || (p == last && e > last_expert);
-            if (after && p > best) {
-                best = p;
-                best_expert = e;
-            }
+            unsigned long long next = (unsigned long long)__float_as_uint(fmaxf(probs[e], 0)) << 32 | ~(unsigned)e;
+            if (next < last && next > key) { key = next; }
         }
-        for (int offset = 1; offset < 4; offset *= 2) {
-            float p = __shfl_xor_sync(0xffffffff, best, offset);
-            int e = __shfl_xor_sync(0xffffffff, best_expert, offset);
-            if (p > best || (p == best && e < best_expert)) {
-                best = p;
-                best_expert = e;
-            }
-        }
-        last = best;
-        last_expert = best_expert;
+        key = warp_max(key, 4);
         if (inside && quad == 0) {
-            int e = forced != NULL ? forced[n * K + k] : best_expert;
+            int e = forced != NULL ? forced[n * K + k] : (int)~(unsigned)key;
             router_indices[n * K + k] = e;
             router_weights[n * K + k] = probs[e];
             chosen_sum += probs[e];
@@ -1781,99 +1749,71 @@ void router_forward(float* router_logits, float* router_probs, float* router_lse
     launchCheck("router_forward_kernel3");
 }
 
-const int STATS_BLOCKS = 128; // parts of the tokens that router_stats_add sums by themselves
-
-__host__ __device__ inline int router_stats_columns(int E) {
-    // of a row of partials: E probabilities, lse^2, and an entropy for every 32 of these
-    return E + 1 + ceil_div(E + 1, 32);
-}
-
-__device__ inline double router_warp_sum(double x) {
-    for (int offset = 16; offset > 0; offset /= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }
-    return x;
-}
-
-// A block owns 1/STATS_BLOCKS of the tokens and 32 columns: the E probabilities, then lse^2 of counted tokens. A lane
-// owns a column, a warp each eighth token. What the block's probabilities add to the entropy, -p ln p, is one number
-// more. Bound by latency: 2 MB for 32768 tokens and 16 experts.
-__global__ void __launch_bounds__(256)
-router_stats_kernel1(float* partials, const float* router_probs, const float* router_lse, const int* targets,
-                     size_t N, int E) {
-    __shared__ float sums[8][32], entropies[8][32];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.y * 32 + lane;
-    size_t tokens = ceil_div(N, gridDim.x), begin = blockIdx.x * tokens, end = begin + tokens < N ? begin + tokens : N;
-    float sum = 0, entropy = 0;
-    for (size_t n = begin + warp; n < end; n += 8) {
-        if (column < E) {
-            float p = router_probs[n * E + column];
+// What a layer adds to the statistics. A block owns an expert, the last block the z-loss; a thread adds every 1024th
+// token in double. Bound by latency: an expert's probabilities lie E floats apart, so that a block takes 4 of each 32
+// bytes it reads, some 20 MB of L2's traffic for 32768 tokens and 16 experts, but they were written just before.
+__global__ void __launch_bounds__(1024)
+router_stats_kernel1(double* prob_sum, double* entropy, double* z_sum, const float* router_probs,
+                     const float* router_lse, const int* targets, size_t N, int E) {
+    __shared__ double warp_sums[32];
+    int e = blockIdx.x;
+    double sum = 0, entropy_sum = 0;
+    for (size_t n = threadIdx.x; n < N; n += 1024) {
+        if (e < E) {
+            float p = router_probs[n * E + e];
             sum += p;
-            if (p != 0) { entropy -= p * logf(p); } // a NaN goes on
+            if (p != 0) { entropy_sum -= p * logf(p); } // a NaN goes on
+        } else if (targets[n] >= 0) {
+            sum += router_lse[n] * router_lse[n];
         }
-        if (column == E && targets[n] >= 0) { sum += router_lse[n] * router_lse[n]; }
     }
-    sums[warp][lane] = sum;
-    entropies[warp][lane] = entropy;
-    __syncthreads(); // the sums of all warps are there
-    if (warp == 0) {
-        for (int i = 1; i < 8; i++) {
-            sum += sums[i][lane];
-            entropy += entropies[i][lane];
-        }
-        float* out = partials + blockIdx.x * (size_t)router_stats_columns(E);
-        if (column <= E) { out[column] = sum; }
-        entropy = (float)router_warp_sum(entropy);
-        if (lane == 0) { out[E + 1 + blockIdx.y] = entropy; }
+    sum = block_sum(sum, warp_sums);
+    entropy_sum = block_sum(entropy_sum, warp_sums);
+    if (threadIdx.x > 0) { return; }
+    if (e == E) {
+        *z_sum += sum;
+    } else {
+        prob_sum[e] += sum;
+        entropy[e] += entropy_sum;
     }
 }
 
-// A warp owns a column, the last one all the entropies: the sum of its parts, in double, one order.
-__global__ void __launch_bounds__(32)
-router_stats_sum_kernel1(double* stats, double* entropy, const float* partials, const int* tokens_per_expert, int E) {
-    int lane = threadIdx.x, column = blockIdx.x, columns = router_stats_columns(E);
-    int end = column <= E ? column + 1 : columns;
-    double sum = 0;
-    for (int i = lane; i < STATS_BLOCKS; i += 32) {
-        for (int c = column; c < end; c++) { sum += partials[i * (size_t)columns + c]; }
-    }
-    sum = router_warp_sum(sum);
-    if (lane == 0) {
-        if (column > E) { *entropy += sum; }
-        else { stats[E + column] += sum; }
-        if (column < E) { stats[column] += tokens_per_expert[column]; }
-    }
-}
-
-void router_stats_add(double* stats, double* entropy, float* partials, const float* router_probs,
-                      const float* router_lse, const int* tokens_per_expert, const int* targets, size_t N, int E,
-                      cudaStream_t stream) {
-    // stats (2E+1) +=: slots an expert (E), probability an expert (E), lse^2 of the tokens with a counted target (1);
-    // entropy (1) += -sum p ln p of all tokens, for the log; partials (STATS_BLOCKS, router_stats_columns) is scratch
+void router_stats_add(double* prob_sum, double* entropy, double* z_sum, const float* router_probs,
+                      const float* router_lse, const int* targets, size_t N, int E, cudaStream_t stream) {
+    // of a layer's tokens: prob_sum (E) += router_probs (N,E), entropy (E) += -p ln p of them, for the log;
+    // z_sum (1) += router_lse (N) squared where the target counts
     if (N == 0) { return; }
-    router_stats_kernel1<<<dim3(STATS_BLOCKS, ceil_div(E + 1, 32)), 256, 0, stream>>>(partials, router_probs,
-                                                                                      router_lse, targets, N, E);
+    router_stats_kernel1<<<E + 1, 1024, 0, stream>>>(prob_sum, entropy, z_sum, router_probs, router_lse, targets, N, E);
     launchCheck("router_stats_kernel1");
-    router_stats_sum_kernel1<<<E + 2, 32, 0, stream>>>(stats, entropy, partials, tokens_per_expert, E);
-    launchCheck("router_stats_sum_kernel1");
 }
 
-// One warp owns everything: E terms.
-__global__ void __launch_bounds__(32)
-load_balancing_loss_kernel1(float* expert_share, double* aux_loss, const double* stats, double rows, int E) {
+// One block owns everything, a thread each 256th expert: f_e = its slots over rows, P_e = prob_sum over rows. Too
+// small to be bound by anything but its launch.
+__global__ void __launch_bounds__(256)
+load_balancing_loss_kernel1(float* expert_share, double* aux_loss, double* load, const double* prob_sum,
+                            const int* tokens_per_expert, double share, double rows, int L, int E) {
+    __shared__ double warp_sums[32];
     double sum = 0;
-    for (int e = threadIdx.x; e < E; e += 32) {
-        double share = rows > 0 ? stats[e] / rows : 0;
-        expert_share[e] = (float)share;
-        sum += rows > 0 ? share * stats[E + e] / rows : 0;
+    for (int e = threadIdx.x; e < E; e += 256) {
+        double slots = 0;
+        for (size_t i = e; i < (size_t)L * E; i += E) {
+            load[i] += tokens_per_expert[i];
+            slots += tokens_per_expert[i];
+        }
+        expert_share[e] = (float)(slots / rows);
+        sum += slots / rows * (prob_sum[e] / rows);
     }
-    sum = router_warp_sum(sum);
-    if (threadIdx.x == 0) { *aux_loss = E * sum; }
+    sum = block_sum(sum, warp_sums);
+    if (threadIdx.x == 0) { *aux_loss += share * E * sum; }
 }
 
-void load_balancing_loss_forward(float* expert_share, double* aux_loss, const double* stats, double rows, int E,
-                                 cudaStream_t stream) {
-    // expert_share (E) = f_e, the slots of expert e over rows; aux_loss (1) = E * sum over e of f_e P_e;
-    // rows = MoE layers * N
-    load_balancing_loss_kernel1<<<1, 32, 0, stream>>>(expert_share, aux_loss, stats, rows, E);
+void load_balancing_loss(float* expert_share, double* aux_loss, double* load, const double* prob_sum,
+                         const int* tokens_per_expert, double share, size_t rows, int L, int E, cudaStream_t stream) {
+    // of a microbatch: expert_share (E) = f_e, the slots of expert e in all layers over rows = MoE layers * N;
+    // aux_loss (1) += share * E * sum over e of f_e P_e; load (L,E) += tokens_per_expert (L,E), 0 in dense layers
+    double any_rows = rows > 0 ? (double)rows : 1; // without an MoE layer all sums are 0
+    load_balancing_loss_kernel1<<<1, 256, 0, stream>>>(expert_share, aux_loss, load, prob_sum, tokens_per_expert, share,
+                                                       any_rows, L, E);
     launchCheck("load_balancing_loss_kernel1");
 }
 
@@ -1911,7 +1851,7 @@ router_backward_kernel1(float* d_router_logits, const float* partials, int num_p
     }
     float mean = 0;
     for (int e = quad; e < experts; e += 4) { mean += d_p[e] * probs[e]; }
-    mean = router_quad_sum(mean);
+    mean = warp_sum(mean, 4);
     float d_lse = n < N && targets[n] >= 0 ? 2 * z_scale * router_lse[n] : 0;
     for (int e = quad; e < experts; e += 4) { d_p[e] = probs[e] * (d_p[e] - mean + d_lse); }
 }
@@ -1956,9 +1896,8 @@ router_backward_weight_kernel2(float* partials, const float* d_router_logits, co
         __syncthreads(); // the gradients of this step are there
         #pragma unroll 4
         for (int i = warp; i < ROUTER_TOKENS; i += 4) {
-            uint2 bits = first + i < end && c < C ? *(const uint2*)(inp + (first + i) * C + c) : make_uint2(0, 0);
-            float x[4] = {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xffff0000u),
-                          __uint_as_float(bits.y << 16), __uint_as_float(bits.y & 0xffff0000u)};
+            float x[4] = {};
+            if (first + i < end && c < C) { load4(x, inp + (first + i) * C + c); }
             #pragma unroll
             for (int e = 0; e < ROUTER_EXPERTS; e++) {
                 #pragma unroll
@@ -1982,15 +1921,6 @@ router_backward_weight_kernel2(float* partials, const float* d_router_logits, co
     }
 }
 
-// A thread owns an element of d_router and adds its splits in order.
-__global__ void router_backward_weight_sum_kernel2(float* d_router, const float* partials, size_t count, int splits) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= count) { return; }
-    float sum = 0;
-    for (int split = 0; split < splits; split++) { sum += partials[split * count + i]; }
-    d_router[i] += sum;
-}
-
 // into how many splits the tokens go at most: about 1024 blocks fill a GPU, more only add partial sums
 size_t router_splits(size_t C, int E) {
     size_t tiles = ceil_div(C, ROUTER_COLUMNS) * ceil_div(E, ROUTER_EXPERTS), splits = ceil_div(1024, tiles);
@@ -2009,31 +1939,7 @@ void router_backward_weight(float* d_router, const float* d_router_logits, const
     dim3 grid(ceil_div(C, ROUTER_COLUMNS), ceil_div(E, ROUTER_EXPERTS), splits);
     router_backward_weight_kernel2<<<grid, 128, 0, stream>>>(partials, d_router_logits, inp, N, C, E, tokens_per_split);
     launchCheck("router_backward_weight_kernel2");
-    size_t count = E * C;
-    router_backward_weight_sum_kernel2<<<ceil_div(count, 256), 256, 0, stream>>>(d_router, partials, count, splits);
-    launchCheck("router_backward_weight_sum_kernel2");
-}
-
-// What a step reports of its routing, added up over microbatches: sums[0] += share * aux_loss, sums[1] += z_sum,
-// sums[2 + i] += tokens_per_expert[i] for the L*E experts of all layers. A thread an expert; too small to be bound by
-// anything but its launch.
-__global__ void router_sums_add_kernel1(double* sums, const double* aux_loss, const double* stats,
-                                        const int* tokens_per_expert, double share, size_t experts, int E) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i == 0) {
-        sums[0] += share * *aux_loss;
-        sums[1] += stats[2 * E]; // z_sum
-    }
-    if (i < experts) { sums[2 + i] += tokens_per_expert[i]; }
-}
-
-void router_sums_add(double* sums, const double* aux_loss, const double* stats, const int* tokens_per_expert,
-                     double share, int L, int E, cudaStream_t stream) {
-    // sums (2 + L*E) +=; aux_loss (1), stats (2E+1) and tokens_per_expert (L,E) of one microbatch
-    size_t experts = (size_t)L * E;
-    router_sums_add_kernel1<<<(unsigned)ceil_div(experts, 256), 256, 0, stream>>>(sums, aux_loss, stats,
-                                                                                tokens_per_expert, share, experts, E);
-    launchCheck("router_sums_add_kernel1");
+    norm_weight_reduce(d_router, partials, splits, E * C, E * C, stream); // adds the splits, as a norm's blocks
 }
 
 // ----------------------------------------------------------------------------
@@ -2792,8 +2698,7 @@ experts_down_backward_kernel5(bf16* gate_up, bf16* expert_act, float* router_par
                 store8(expert_act + (size_t)r * F + f, act);
             }
         }
-        dot += __shfl_xor_sync(0xffffffff, dot, 1); // over the four lanes that share the row
-        dot += __shfl_xor_sync(0xffffffff, dot, 2);
+        dot = warp_sum(dot, 4); // over the four lanes that share the row
         if (threadIdx.x % 4 == 0 && r < end) {
             router_partials[(blockIdx.x * 2 + threadIdx.x / 64) * R + r] = dot;
         }
@@ -3034,17 +2939,13 @@ void cross_entropy(float* losses, bf16* logits, const int* targets, size_t rows,
     launchCheck("cross_entropy_kernel3");
 }
 
-// One block, one order: a thread adds every 1024th loss, then the halves of the block are added to each other.
+// One block, one order: a thread adds every 1024th loss.
 __global__ void __launch_bounds__(1024) losses_add_kernel1(double* sum, const float* losses, size_t N) {
-    __shared__ double partial[1024];
+    __shared__ double warp_sums[32];
     double x = 0;
     for (size_t n = threadIdx.x; n < N; n += 1024) { x += losses[n]; }
-    partial[threadIdx.x] = x;
-    for (int half = 512; half > 0; half /= 2) {
-        __syncthreads(); // the partial sums of the round before are there
-        if (threadIdx.x < half) { partial[threadIdx.x] += partial[threadIdx.x + half]; }
-    }
-    if (threadIdx.x == 0) { *sum += partial[0]; }
+    x = block_sum(x, warp_sums);
+    if (threadIdx.x == 0) { *sum += x; }
 }
 
 void losses_add(double* sum, const float* losses, size_t N, cudaStream_t stream) {
@@ -3058,21 +2959,11 @@ void losses_add(double* sum, const float* losses, size_t N, cudaStream_t stream)
 // grad norm and AdamW (Loshchilov and Hutter 2019), without the host: AdamW reads the norm on the device. Where it is
 // not finite nothing is written; the host finds out later and stops.
 
-// sum over a block of 512 threads, by halves; thread 0 gets it, the others 0. partial: 512 doubles of shared memory
-__device__ inline double block_sum_double(double x, double* partial) {
-    partial[threadIdx.x] = x;
-    for (int half = 256; half > 0; half /= 2) {
-        __syncthreads(); // the sums of the round before are there
-        if (threadIdx.x < half) { partial[threadIdx.x] += partial[threadIdx.x + half]; }
-    }
-    return threadIdx.x == 0 ? partial[0] : 0; // the others may come here while thread 0 still adds
-}
-
 // A block owns every gridDim-th piece of 512 * 4 numbers, a thread 4 neighbours of each: partials (gridDim) = the
 // block's sum of squares. Bound by memory: each gradient is read once. (Where doubles are slow, at 1/64 of the floats'
 // rate, their arithmetic takes about as long as the reading, beside it.)
 __global__ void __launch_bounds__(512) grad_norm_kernel2(double* partials, const float* grads, size_t count) {
-    __shared__ double partial[512];
+    __shared__ double warp_sums[32];
     double sum = 0;
     size_t step = (size_t)gridDim.x * 512 * 4;
     for (size_t i = ((size_t)blockIdx.x * 512 + threadIdx.x) * 4; i < count; i += step) {
@@ -3081,16 +2972,16 @@ __global__ void __launch_bounds__(512) grad_norm_kernel2(double* partials, const
         double c = __uint_as_float(bits.z), d = __uint_as_float(bits.w);
         sum += (a * a + b * b) + (c * c + d * d);
     }
-    sum = block_sum_double(sum, partial);
+    sum = block_sum(sum, warp_sums);
     if (threadIdx.x == 0) { partials[blockIdx.x] = sum; }
 }
 
 // one block adds the partial sums
 __global__ void __launch_bounds__(512) grad_norm_sum_kernel2(float* norm, const double* partials, size_t num_partials) {
-    __shared__ double partial[512];
+    __shared__ double warp_sums[32];
     double sum = 0;
     for (size_t i = threadIdx.x; i < num_partials; i += 512) { sum += partials[i]; }
-    sum = block_sum_double(sum, partial);
+    sum = block_sum(sum, warp_sums);
     if (threadIdx.x == 0) { *norm = (float)sqrt(sum); }
 }
 
@@ -3501,7 +3392,6 @@ void acts_layout(Acts* a, Arena* mem, const MoEConfig* c, const Switches* s, siz
     a->losses = take(mem, N);
     a->attn_scores = arena_take(mem, s->attention == ATTENTION_NAIVE ? attention_naive_bytes(T) : 0, 1);
     a->route_chunks = take_int(mem, route_chunk_ints(R, (int)E));
-    a->stats_partials = take(mem, STATS_BLOCKS * (size_t)router_stats_columns((int)E));
 }
 
 void logits_layout(Acts* a, Arena* mem, const MoEConfig* c, size_t B, size_t T) {
@@ -3530,8 +3420,8 @@ void backward_layout(Acts* a, Arena* mem, const MoEConfig* c, const Switches* s,
     a->norm_partials = take(mem, NORM_BLOCKS * (C > 2 * HD ? C : 2 * HD));
 }
 
-// The step's sums on the device, read once a step: three losses, the tokens of every expert of every layer, then the
-// router's entropy of every layer.
+// The step's sums on the device, read once a step: three losses, the tokens of every expert of every layer (L,E), then
+// its part of the router's entropy (L,E).
 enum { SUM_CE, SUM_AUX, SUM_Z, SUM_LOAD };
 
 typedef struct {
@@ -3555,20 +3445,23 @@ typedef struct {
     ParamRange* ranges;      // which parts of the arenas decay; on the device, for the fused optimizer
     ParamRange* host_ranges; // the same on the host
     int num_ranges;
-    double* stats;           // (2E+1) expert_count, prob_sum, z_sum of the last forward
-    double* aux_loss;        // (1) of the last forward
+    double* prob_sum;        // (E) the router's probabilities, summed over the last forward's tokens and layers
     float* expert_share;     // (E) f_e of the last forward
-    double* step_sums;       // (SUM_LOAD + L*E + L) since the start of the step
+    double* step_sums;       // (SUM_LOAD + 2*L*E) since the start of the step
     double* host_sums;       // the same, pinned, after the step; then the gradient norm
     int* host_offsets;       // (L, E+1) pinned; --experts loop only
     int moe_layers;
     GpuClock* clock;         // NULL: nobody watches
 } Model;
 
+size_t step_sums_count(const Model* model) {
+    return SUM_LOAD + 2 * (size_t)model->config.num_hidden_layers * model->config.num_experts;
+}
+
 size_t model_other_bytes(const MoEConfig* c, const ParamTable* places, size_t B, size_t T, bool training) {
     // tables, sums, the batch and cuBLAS's workspace
     size_t E = c->num_experts, bytes = T * c->head_dim * sizeof(float) + 4 * B * T * sizeof(int) + MATMUL_WORKSPACE;
-    bytes += (3 * E + 8 + c->num_hidden_layers * E) * sizeof(double);
+    bytes += (2 * E + 8 + 2 * c->num_hidden_layers * E) * sizeof(double);
     return bytes + (training ? grad_norm_doubles(places->num_parameters) * sizeof(double) : 0);
 }
 
@@ -3667,11 +3560,10 @@ void model_create(Model* model, const MoEConfig* config, Switches switches, size
     cudaCheck(cudaMemcpy(model->rope, rope, T * config->head_dim * sizeof(float), cudaMemcpyHostToDevice));
     free(rope);
     model->grad_norm = (float*)device_alloc(sizeof(float));
-    model->stats = (double*)device_alloc((2 * E + 1) * sizeof(double));
-    model->aux_loss = (double*)device_alloc(sizeof(double));
+    model->prob_sum = (double*)device_alloc(E * sizeof(double));
     model->expert_share = (float*)device_alloc(E * sizeof(float));
-    model->step_sums = (double*)device_alloc((SUM_LOAD + L * E + L) * sizeof(double));
-    cudaCheck(cudaMallocHost((void**)&model->host_sums, (SUM_LOAD + L * E + L + 1) * sizeof(double)));
+    model->step_sums = (double*)device_alloc(step_sums_count(model) * sizeof(double));
+    cudaCheck(cudaMallocHost((void**)&model->host_sums, (step_sums_count(model) + 1) * sizeof(double)));
     if (switches.experts == EXPERTS_LOOP) {
         cudaCheck(cudaMallocHost((void**)&model->host_offsets, L * (E + 1) * sizeof(int)));
     }
@@ -3680,9 +3572,9 @@ void model_create(Model* model, const MoEConfig* config, Switches switches, size
 }
 
 void model_free(Model* model) {
-    void* device[] = {model->params,    model->master,   model->grads, model->m,        model->v,
-                      model->norm_sums, model->ranges,   model->rope,  model->grad_norm, model->stats,
-                      model->aux_loss,  model->expert_share, model->step_sums, model->acts_memory};
+    void* device[] = {model->params,    model->master, model->grads, model->m,         model->v,
+                      model->norm_sums, model->ranges, model->rope,  model->grad_norm, model->prob_sum,
+                      model->expert_share, model->step_sums, model->acts_memory};
     matmul_close();
     for (size_t i = 0; i < sizeof(device) / sizeof(device[0]); i++) { cudaCheck(cudaFree(device[i])); }
     cudaCheck(cudaFreeHost(model->host_sums));
@@ -3790,7 +3682,7 @@ void moe_forward(Model* model, Acts* acts, int l, const int* forced, size_t N) {
 }
 
 void model_forward(Model* model, const Microbatch* mb) {
-    // tokens -> acts.final_norm (N,C), and the router's statistics
+    // tokens -> acts.final_norm (N,C); the router's statistics: prob_sum =, entropy and z_sum in step_sums +=
     const MoEConfig* c = &model->padded;
     Acts* acts = &model->acts;
     cudaStream_t stream = model->stream;
@@ -3803,7 +3695,7 @@ void model_forward(Model* model, const Microbatch* mb) {
     phase(model, PHASE_ATTENTION, -1);
     doc_bounds(acts->doc_start, acts->doc_end, mb->doc_start, B, T, stream);
     phase(model, PHASE_ROUTER, -1);
-    cudaCheck(cudaMemsetAsync(model->stats, 0, (2 * E + 1) * sizeof(double), stream));
+    cudaCheck(cudaMemsetAsync(model->prob_sum, 0, E * sizeof(double), stream));
     phase(model, PHASE_EMBEDDING, -1);
     embedding_forward(acts->layers[0].residual_attn, mb->tokens, model->w.embed_tokens, N, C, stream);
     const bf16* residual = acts->layers[0].residual_attn;
@@ -3828,9 +3720,8 @@ void model_forward(Model* model, const Microbatch* mb) {
         moe_forward(model, acts, l, mb->forced_indices ? mb->forced_indices[l] : NULL, N);
         if (w->router) {
             phase(model, PHASE_ROUTER, l);
-            double* entropy = model->step_sums + SUM_LOAD + (size_t)L * E + l;
-            router_stats_add(model->stats, entropy, acts->stats_partials, a->router_probs, a->router_lse,
-                             a->routing.tokens_per_expert, mb->targets, N, E, stream);
+            router_stats_add(model->prob_sum, model->step_sums + SUM_LOAD + ((size_t)L + l) * E,
+                             model->step_sums + SUM_Z, a->router_probs, a->router_lse, mb->targets, N, E, stream);
         }
         residual = a->residual_mlp;
     }
@@ -3874,10 +3765,8 @@ void model_loss(Model* model, const Microbatch* mb, bool backward, float* logits
     }
     losses_add(model->step_sums + SUM_CE, acts->losses, N, stream);
     phase(model, PHASE_ROUTER, -1);
-    load_balancing_loss_forward(model->expert_share, model->aux_loss, model->stats,
-                                (double)model->moe_layers * (double)N, E, stream);
-    router_sums_add(model->step_sums + SUM_AUX, model->aux_loss, model->stats, acts->tokens_per_expert, mb->share,
-                    c->num_hidden_layers, E, stream);
+    load_balancing_loss(model->expert_share, model->step_sums + SUM_AUX, model->step_sums + SUM_LOAD, model->prob_sum,
+                        acts->tokens_per_expert, mb->share, model->moe_layers * N, c->num_hidden_layers, E, stream);
     phase(model, PHASE_OTHER, -1);
 }
 
@@ -4005,10 +3894,6 @@ void model_forward_backward(Model* model, const Microbatch* mb, MultiGpu* gpus) 
     model_loss(model, mb, true, NULL);
     model_backward(model, mb, gpus);
     gpu_clock_span_end(model->clock, model->stream);
-}
-
-size_t step_sums_count(const Model* model) {
-    return SUM_LOAD + (size_t)model->config.num_hidden_layers * (model->config.num_experts + 1);
 }
 
 void model_sums_begin(Model* model) {
@@ -4479,15 +4364,14 @@ void router_log_summary(const Model* model, StepMetrics* m) {
     // the mean entropy of the router; NAN, 0, NAN for a dense layer. From host_sums
     const MoEConfig* c = &model->config;
     int L = c->num_hidden_layers, E = c->num_experts;
-    const double* sums = model->host_sums + SUM_LOAD;
     for (int l = 0; l < L; l++) {
-        const double* load = sums + (size_t)l * E;
-        double slots = 0;
-        for (int e = 0; e < E; e++) { slots += load[e]; }
+        const double *load = model->host_sums + SUM_LOAD + (size_t)l * E, *entropies = load + (size_t)L * E;
+        double slots = 0, sum = 0;
+        for (int e = 0; e < E; e++) { slots += load[e], sum += entropies[e]; }
         m->dead_experts[l] = 0;
         bool moe = model->w.layers[l].router != NULL;
         m->expert_load[l] = moe ? expert_load_of(load, E, &m->dead_experts[l]) : NAN;
-        m->router_entropy[l] = moe ? sums[(size_t)L * E + l] * c->num_experts_per_tok / slots : NAN;
+        m->router_entropy[l] = moe ? sum * c->num_experts_per_tok / slots : NAN;
     }
 }
 

@@ -234,8 +234,7 @@ attention_forward_kernel4(bf16* out, float* lse, const bf16* q, const bf16* k, c
                 float larger = row_max[half];
                 #pragma unroll
                 for (int n = 0; n < Bc / 8; n++) { larger = fmaxf(larger, fmaxf(p[n][2 * half], p[n][2 * half + 1])); }
-                larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 1));
-                larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, 2));
+                larger = warp_max(larger, 4);
                 float base = larger * scale_log2, rescale = exp2_approx(row_max[half] * scale_log2 - base), sum = 0;
                 row_max[half] = larger;
                 #pragma unroll
@@ -265,8 +264,7 @@ attention_forward_kernel4(bf16* out, float* lse, const bf16* q, const bf16* k, c
 
     #pragma unroll
     for (int half = 0; half < 2; half++) {
-        row_sum[half] += __shfl_xor_sync(0xffffffff, row_sum[half], 1);
-        row_sum[half] += __shfl_xor_sync(0xffffffff, row_sum[half], 2);
+        row_sum[half] = warp_sum(row_sum[half], 4);
         int row = warp_i0 + lane / 4 + half * 8;
         if (lane % 4 == 0 && row < T) { lse[(b * s.NH + h) * T + row] = row_max[half] * scale + logf(row_sum[half]); }
     }

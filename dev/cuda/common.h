@@ -27,23 +27,23 @@ typedef __nv_bfloat16 bf16;
 
 __host__ __device__ inline size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 
-// sum and maximum over the 32 lanes of a warp; every lane gets the result
-__device__ inline float warp_sum(float x) {
-    for (int offset = 16; offset > 0; offset /= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }
+// sum and maximum over a warp, or each group of `lanes` neighbours in it, a power of 2; every lane gets its group's
+template <class T> __device__ inline T warp_sum(T x, int lanes = 32) {
+    for (int offset = 1; offset < lanes; offset *= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }
     return x;
 }
-__device__ inline float warp_max(float x) {
-    for (int offset = 16; offset > 0; offset /= 2) { x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset)); }
+template <class T> __device__ inline T warp_max(T x, int lanes = 32) {
+    for (int offset = 1; offset < lanes; offset *= 2) { x = max(x, __shfl_xor_sync(0xffffffff, x, offset)); }
     return x;
 }
 
-// sum over a block of whole warps, at most 1024 threads; every thread gets it. warp_sums: 32 floats of shared memory
-__device__ inline float block_sum(float x, float* warp_sums) {
+// sum over a block of whole warps, at most 1024 threads; every thread gets it. warp_sums: 32 numbers of shared memory
+template <class T> __device__ inline T block_sum(T x, T* warp_sums) {
     x = warp_sum(x);
     __syncthreads(); // all have read what an earlier call left in warp_sums
     if (threadIdx.x % 32 == 0) { warp_sums[threadIdx.x / 32] = x; }
     __syncthreads(); // the sums of all warps are there
-    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? warp_sums[threadIdx.x % 32] : 0.0f);
+    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? warp_sums[threadIdx.x % 32] : T(0));
 }
 
 __device__ inline float round_bf16(float x) { return __bfloat162float(__float2bfloat16(x)); }

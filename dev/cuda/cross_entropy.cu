@@ -155,17 +155,13 @@ void cross_entropy(float* losses, bf16* logits, const int* targets, size_t rows,
 // ----------------------------------------------------------------------------
 // the sum of the losses
 
-// One block, one order: a thread adds every 1024th loss, then the halves of the block are added to each other.
+// One block, one order: a thread adds every 1024th loss.
 __global__ void __launch_bounds__(1024) losses_add_kernel1(double* sum, const float* losses, size_t N) {
-    __shared__ double partial[1024];
+    __shared__ double warp_sums[32];
     double x = 0;
     for (size_t n = threadIdx.x; n < N; n += 1024) { x += losses[n]; }
-    partial[threadIdx.x] = x;
-    for (int half = 512; half > 0; half /= 2) {
-        __syncthreads(); // the partial sums of the round before are there
-        if (threadIdx.x < half) { partial[threadIdx.x] += partial[threadIdx.x + half]; }
-    }
-    if (threadIdx.x == 0) { *sum += partial[0]; }
+    x = block_sum(x, warp_sums);
+    if (threadIdx.x == 0) { *sum += x; }
 }
 
 void losses_add(double* sum, const float* losses, size_t N, cudaStream_t stream) {

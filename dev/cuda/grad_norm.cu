@@ -30,21 +30,11 @@ __global__ void __launch_bounds__(1024) grad_norm_kernel1(float* norm, const flo
 // ----------------------------------------------------------------------------
 // kernel 2
 
-// sum over a block of 512 threads, by halves; thread 0 gets it, the others 0. partial: 512 doubles of shared memory
-__device__ inline double block_sum_double(double x, double* partial) {
-    partial[threadIdx.x] = x;
-    for (int half = 256; half > 0; half /= 2) {
-        __syncthreads(); // the sums of the round before are there
-        if (threadIdx.x < half) { partial[threadIdx.x] += partial[threadIdx.x + half]; }
-    }
-    return threadIdx.x == 0 ? partial[0] : 0; // the others may come here while thread 0 still adds
-}
-
 // A block owns every gridDim-th piece of 512 * 4 numbers, a thread 4 neighbours of each: partials (gridDim) = the
 // block's sum of squares. Bound by memory: each gradient is read once. (Where doubles are slow, at 1/64 of the floats'
 // rate, their arithmetic takes about as long as the reading, beside it.)
 __global__ void __launch_bounds__(512) grad_norm_kernel2(double* partials, const float* grads, size_t count) {
-    __shared__ double partial[512];
+    __shared__ double warp_sums[32];
     double sum = 0;
     size_t step = (size_t)gridDim.x * 512 * 4;
     for (size_t i = ((size_t)blockIdx.x * 512 + threadIdx.x) * 4; i < count; i += step) {
@@ -53,16 +43,16 @@ __global__ void __launch_bounds__(512) grad_norm_kernel2(double* partials, const
         double c = __uint_as_float(bits.z), d = __uint_as_float(bits.w);
         sum += (a * a + b * b) + (c * c + d * d);
     }
-    sum = block_sum_double(sum, partial);
+    sum = block_sum(sum, warp_sums);
     if (threadIdx.x == 0) { partials[blockIdx.x] = sum; }
 }
 
 // one block adds the partial sums
 __global__ void __launch_bounds__(512) grad_norm_sum_kernel2(float* norm, const double* partials, size_t num_partials) {
-    __shared__ double partial[512];
+    __shared__ double warp_sums[32];
     double sum = 0;
     for (size_t i = threadIdx.x; i < num_partials; i += 512) { sum += partials[i]; }
-    sum = block_sum_double(sum, partial);
+    sum = block_sum(sum, warp_sums);
     if (threadIdx.x == 0) { *norm = (float)sqrt(sum); }
 }
 

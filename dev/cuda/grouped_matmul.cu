@@ -439,8 +439,7 @@ experts_down_backward_kernel5(bf16* gate_up, bf16* expert_act, float* router_par
                 store8(expert_act + (size_t)r * F + f, act);
             }
         }
-        dot += __shfl_xor_sync(0xffffffff, dot, 1); // over the four lanes that share the row
-        dot += __shfl_xor_sync(0xffffffff, dot, 2);
+        dot = warp_sum(dot, 4); // over the four lanes that share the row
         if (threadIdx.x % 4 == 0 && r < end) {
             router_partials[(blockIdx.x * 2 + threadIdx.x / 64) * R + r] = dot;
         }

@@ -202,12 +202,6 @@ void qk_norm_rope_backward2(bf16* d_qkv, float* d_q_norm, float* d_k_norm, const
 // ----------------------------------------------------------------------------
 // kernel 3, as in train_moe.cu
 
-// sum over a group of `lanes` lanes, a power of 2; every lane gets its group's
-__device__ inline float group_sum(float x, int lanes) {
-    for (int offset = lanes / 2; offset > 0; offset /= 2) { x += __shfl_xor_sync(0xffffffff, x, offset); }
-    return x;
-}
-
 // qk = rotate(rmsnorm(x)) for each head of q and k, by halves: element i with element i + HD/2
 // A block owns a token; `lanes` threads own a head of it at a time, a thread 4 elements of the first half and the 4
 // that are rotated with them. Where HD/8 is no power of 2 some lanes have no elements. Bandwidth: 4 bytes an element;
@@ -232,7 +226,7 @@ __global__ void qk_norm_rope_forward_kernel3(bf16* qk, float* rstd, const bf16* 
             load4(x2, x + half);
         }
         for (int j = 0; j < 4; j++) { sum += x1[j] * x1[j] + x2[j] * x2[j]; }
-        float s = 1.0f / sqrtf(group_sum(sum, lanes) / HD + eps);
+        float s = 1.0f / sqrtf(warp_sum(sum, lanes) / HD + eps);
         if (!inside) { continue; }
         const bf16* weight = (h < NH ? q_norm : k_norm) + i;
         float w1[4], w2[4], out1[4], out2[4];
@@ -317,7 +311,7 @@ qk_norm_rope_backward_kernel3(bf16* d_qkv, float* partials, const bf16* qkv, con
                     dot += g1[j] * w1[j] * x1[j] + g2[j] * w2[j] * x2[j];
                 }
             }
-            float k = group_sum(dot, lanes) * s * s / HD;
+            float k = warp_sum(dot, lanes) * s * s / HD;
             if (!inside) { continue; }
             for (int j = 0; j < 4; j++) {
                 g1[j] = s * (g1[j] * w1[j] - x1[j] * k);
