@@ -46,16 +46,15 @@ Reading.  Down to main, which is at the end under #ifndef TESTING, or from there
 #include <string.h>
 #include <unistd.h>
 #include <type_traits>
-#include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include "llmc/check.h"
 #include "llmc/config.h"
-#include "llmc/cublas_check.h"
 #include "llmc/cuda_check.h"
 #include "llmc/cudnn_attention.h"
 #include "llmc/dry_run.h"
 #include "llmc/dump_file.h"
+#include "llmc/gemm.h" // cuBLASLt
 #include "llmc/generate.h"
 #include "llmc/gpu_clock.h"
 #include "llmc/logger.h"
@@ -299,149 +298,9 @@ __device__ inline void store4(float* p, const float (&x)[4]) { *(float4*)p = mak
 // Groups may be empty, so a loop can close one in every round, also when there is nothing left to copy.
 
 // ----------------------------------------------------------------------------
-// matmul: the gateway. All dense products of this program pass through gemm, that is, through cuBLASLt.
-
-typedef struct {
-    size_t M, N, K, lda, ldb, ldc;
-    size_t kind; // trans_a, trans_b and the type of c: a bit each
-} MatmulShape;
-
-typedef struct { // what cuBLASLt wants to know about a product of one shape, made the first time it is needed
-    MatmulShape shape; // all 0: free
-    cublasLtMatmulDesc_t desc;
-    cublasLtMatrixLayout_t a, b, c;
-    cublasLtMatmulAlgo_t algo;
-} MatmulPlan;
-
-#define MATMUL_WORKSPACE ((size_t)32 << 20)
-#define MATMUL_PLANS 4096 // a model has about 20 shapes; only --experts loop makes many: one for each number of rows
-#define MATMUL_PROBES 8   // a shape's plan lies in one of so many places from its hash on; when all are taken the first
-                          // is given up
-
-static struct {
-    cublasLtHandle_t handle;
-    cublasLtMatmulPreference_t preference;
-    void* workspace; // of the one stream that computes; products of two streams must not share it
-    size_t workspace_bytes;
-    MatmulPlan* plans; // (MATMUL_PLANS + MATMUL_PROBES)
-} matmul;
-
-void matmul_open(void) {
-    matmul.workspace_bytes = MATMUL_WORKSPACE;
-    matmul.plans = (MatmulPlan*)callocCheck(MATMUL_PLANS + MATMUL_PROBES, sizeof(MatmulPlan));
-    cudaCheck(cudaMalloc(&matmul.workspace, matmul.workspace_bytes));
-    cublasCheck(cublasLtCreate(&matmul.handle));
-    cublasCheck(cublasLtMatmulPreferenceCreate(&matmul.preference));
-    cublasCheck(cublasLtMatmulPreferenceSetAttribute(matmul.preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                                     &matmul.workspace_bytes, sizeof(matmul.workspace_bytes)));
-    // A long K may be split over blocks. Their parts are added in fp32, in a second pass with one order: the same bits
-    // on every run.
-    uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-    cublasCheck(cublasLtMatmulPreferenceSetAttribute(matmul.preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                                                     &reductions, sizeof(reductions)));
-    // Unless told otherwise cuBLASLt counts on 256 bytes; an expert's rows begin at any multiple of 16.
-    uint32_t alignment = 16;
-    cublasLtMatmulPreferenceAttributes_t of[4] = {
-        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
-    for (int i = 0; i < 4; i++) {
-        cublasCheck(cublasLtMatmulPreferenceSetAttribute(matmul.preference, of[i], &alignment, sizeof(alignment)));
-    }
-}
-
-void matmul_plan_free(MatmulPlan* plan) {
-    if (plan->desc == NULL) { return; }
-    cublasCheck(cublasLtMatmulDescDestroy(plan->desc));
-    cublasCheck(cublasLtMatrixLayoutDestroy(plan->a));
-    cublasCheck(cublasLtMatrixLayoutDestroy(plan->b));
-    cublasCheck(cublasLtMatrixLayoutDestroy(plan->c));
-    memset(plan, 0, sizeof(*plan));
-}
-
-void matmul_close(void) {
-    for (size_t i = 0; i < MATMUL_PLANS + MATMUL_PROBES; i++) { matmul_plan_free(matmul.plans + i); }
-    cublasCheck(cublasLtMatmulPreferenceDestroy(matmul.preference));
-    cublasCheck(cublasLtDestroy(matmul.handle));
-    cudaCheck(cudaFree(matmul.workspace));
-    free(matmul.plans);
-    memset(&matmul, 0, sizeof(matmul));
-}
-
-void matmul_plan_make(MatmulPlan* plan, MatmulShape s) {
-    // cuBLASLt is column-major: it sees each of our matrices transposed, and c^T = op(b)^T op(a)^T. So b comes first.
-    bool trans_a = s.kind & 1, trans_b = s.kind & 2;
-    cublasOperation_t first = trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, second = trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-    cudaDataType_t c_type = s.kind & 4 ? CUDA_R_32F : CUDA_R_16BF;
-    matmul_plan_free(plan);
-    plan->shape = s;
-    cublasCheck(cublasLtMatmulDescCreate(&plan->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    cublasCheck(cublasLtMatmulDescSetAttribute(plan->desc, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof(first)));
-    cublasCheck(cublasLtMatmulDescSetAttribute(plan->desc, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof(second)));
-    cublasCheck(cublasLtMatrixLayoutCreate(&plan->b, CUDA_R_16BF, trans_b ? s.K : s.N, trans_b ? s.N : s.K,
-                                           (int64_t)s.ldb));
-    cublasCheck(cublasLtMatrixLayoutCreate(&plan->a, CUDA_R_16BF, trans_a ? s.M : s.K, trans_a ? s.K : s.M,
-                                           (int64_t)s.lda));
-    cublasCheck(cublasLtMatrixLayoutCreate(&plan->c, c_type, s.N, s.M, (int64_t)s.ldc));
-    cublasLtMatmulHeuristicResult_t best;
-    int found = 0;
-    cublasCheck(cublasLtMatmulAlgoGetHeuristic(matmul.handle, plan->desc, plan->b, plan->a, plan->c, plan->c,
-                                               matmul.preference, 1, &best, &found));
-    if (found == 0 || best.state != CUBLAS_STATUS_SUCCESS) {
-        fatal("gemm: cuBLASLt knows no algorithm for M %zu, N %zu, K %zu (lda %zu, ldb %zu, ldc %zu, kind %zu); a "
-              "newer CUDA may", s.M, s.N, s.K, s.lda, s.ldb, s.ldc, s.kind);
-    }
-    plan->algo = best.algo;
-}
-
-const MatmulPlan* matmul_plan(MatmulShape s) {
-    // the plan for a shape, from the table or new
-    const size_t words[7] = {s.M, s.N, s.K, s.lda, s.ldb, s.ldc, s.kind};
-    uint64_t hash = 0;
-    for (int i = 0; i < 7; i++) { hash = hash64(hash + words[i] + RAND_GOLDEN); }
-    MatmulPlan *home = matmul.plans + hash % MATMUL_PLANS, *free_place = NULL;
-    for (MatmulPlan* plan = home; plan < home + MATMUL_PROBES; plan++) {
-        if (memcmp(&plan->shape, &s, sizeof(s)) == 0) { return plan; }
-        if (plan->desc == NULL && free_place == NULL) { free_place = plan; }
-    }
-    MatmulPlan* plan = free_place != NULL ? free_place : home;
-    matmul_plan_make(plan, s);
-    return plan;
-}
-
-void gemm(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const bf16* a, size_t lda, const bf16* b,
-          size_t ldb, float beta, void* c, cudaDataType_t c_type, size_t ldc, cudaStream_t stream) {
-    // c (M,N) = op(a) (M,K) op(b) (K,N) + beta * c, row-major, ld* is the length of a row in memory, sums in fp32. c is
-    // bf16 (activations) or float (gradients of weights, beta 1); beta 0 does not read it.
-    if (M == 0 || N == 0) { return; }
-    size_t c_bytes = c_type == CUDA_R_32F ? sizeof(float) : sizeof(bf16);
-    if (c_type != CUDA_R_32F && c_type != CUDA_R_16BF) {
-        fatal("gemm: c must be float or bf16, is type %d", (int)c_type);
-    }
-    if (K == 0) { // an expert without tokens: libraries disagree about what is left in c then, so that is settled here
-        if (beta != 0 && beta != 1) { fatal("gemm: with K = 0 beta must be 0 or 1, is %g", beta); }
-        if (beta == 0) { cudaCheck(cudaMemset2DAsync(c, ldc * c_bytes, 0, N * c_bytes, M, stream)); }
-        return;
-    }
-    if (lda % 8 != 0 || ldb % 8 != 0 || ldc % 8 != 0) {
-        fatal("gemm: lda, ldb and ldc must be multiples of 8, are %zu, %zu, %zu", lda, ldb, ldc);
-    }
-    if (lda < (trans_a ? M : K) || ldb < (trans_b ? K : N) || ldc < N) {
-        fatal("gemm: a row is longer than its ld: M %zu, N %zu, K %zu, lda %zu, ldb %zu, ldc %zu", M, N, K, lda, ldb,
-              ldc);
-    }
-    if (((uintptr_t)a | (uintptr_t)b | (uintptr_t)c) % 16 != 0) {
-        fatal("gemm: a, b and c must be 16-byte aligned, are at %p, %p, %p", (const void*)a, (const void*)b, c);
-    }
-    MatmulShape shape;
-    memset(&shape, 0, sizeof(shape));
-    shape.M = M, shape.N = N, shape.K = K, shape.lda = lda, shape.ldb = ldb, shape.ldc = ldc;
-    shape.kind = (size_t)trans_a + 2 * (size_t)trans_b + 4 * (size_t)(c_type == CUDA_R_32F);
-    const MatmulPlan* plan = matmul_plan(shape);
-    float alpha = 1;
-    cuda_launches++;
-    cublasCheck(cublasLtMatmul(matmul.handle, plan->desc, &alpha, b, plan->b, a, plan->a, &beta, c, plan->c, c,
-                               plan->c, &plan->algo, matmul.workspace, matmul.workspace_bytes, stream));
-}
+// matmul. All dense products of this program are gemm's (llmc/gemm.h), that is, cuBLASLt's:
+//     gemm(trans_a, trans_b, M, N, K, a, lda, b, ldb, beta, c, type of c, ldc, stream)
+// is c (M,N) = op(a) (M,K) op(b) (K,N) + beta * c. Row-major, ld* is the length of a row in memory, sums are fp32.
 
 void matmul_forward(bf16* out, const bf16* inp, const bf16* weight, size_t N, size_t C, size_t OC,
                     cudaStream_t stream) {
@@ -3631,7 +3490,7 @@ typedef struct {
 
 size_t model_other_bytes(const MoEConfig* c, const ParamTable* places, size_t B, size_t T, bool training) {
     // tables, sums, the batch and cuBLAS's workspace
-    size_t E = c->num_experts, bytes = T * c->head_dim * sizeof(float) + 4 * B * T * sizeof(int) + MATMUL_WORKSPACE;
+    size_t E = c->num_experts, bytes = T * c->head_dim * sizeof(float) + 4 * B * T * sizeof(int) + GEMM_WORKSPACE;
     bytes += (3 * E + 8 + c->num_hidden_layers * E) * sizeof(double);
     return bytes + (training ? grad_norm_doubles(places->num_parameters) * sizeof(double) : 0);
 }
@@ -3763,7 +3622,7 @@ void model_create(Model* model, const MoEConfig* config, Switches switches, size
     if (switches.experts == EXPERTS_LOOP) {
         cudaCheck(cudaMallocHost((void**)&model->host_offsets, L * (E + 1) * sizeof(int)));
     }
-    matmul_open();
+    gemm_open();
     cudaCheck(cudaDeviceSynchronize()); // the clearing above is on another stream
 }
 
@@ -3771,7 +3630,7 @@ void model_free(Model* model) {
     void* device[] = {model->params,    model->master,   model->grads, model->m,        model->v,
                       model->norm_sums, model->ranges,   model->rope,  model->grad_norm, model->stats,
                       model->aux_loss,  model->expert_share, model->step_sums, model->acts_memory};
-    matmul_close();
+    gemm_close();
     for (size_t i = 0; i < sizeof(device) / sizeof(device[0]); i++) { cudaCheck(cudaFree(device[i])); }
     cudaCheck(cudaFreeHost(model->host_sums));
     if (model->host_offsets) { cudaCheck(cudaFreeHost(model->host_offsets)); }
@@ -4703,44 +4562,6 @@ void router_log_summary(const Model* model, double* max_over_mean, int* dead, do
 // ----------------------------------------------------------------------------
 // measuring and planning
 
-double measure_gemm_peak(void) {
-    // FLOP/s of a large square product: what a step is compared with. The best of as many as fit into 100 ms.
-    enum { SIZE = 8192 };
-    size_t bytes = (size_t)SIZE * SIZE * sizeof(bf16);
-    bf16* memory = (bf16*)device_alloc(3 * bytes);
-    cudaStream_t stream;
-    matmul_open();
-    cudaCheck(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    cudaEvent_t begin, end;
-    cudaCheck(cudaEventCreate(&begin));
-    cudaCheck(cudaEventCreate(&end));
-    uint16_t* host = (uint16_t*)mallocCheck(2 * bytes); // random: products of zeros take less power and run faster
-    for (size_t i = 0; i < (size_t)2 * SIZE * SIZE; i++) {
-        host[i] = f32_to_bf16((float)((i * RAND_GOLDEN >> 40) % 2048) / 1024 - 1);
-    }
-    cudaCheck(cudaMemcpy(memory, host, 2 * bytes, cudaMemcpyHostToDevice));
-    cudaCheck(cudaDeviceSynchronize()); // the copy is on another stream
-    free(host);
-    float best = INFINITY, sum = 0;
-    while (sum < 100) {
-        float ms;
-        cudaCheck(cudaEventRecord(begin, stream));
-        gemm(false, true, SIZE, SIZE, SIZE, memory, SIZE, memory + bytes / 2, SIZE, 0, memory + bytes, CUDA_R_16BF,
-             SIZE, stream);
-        cudaCheck(cudaEventRecord(end, stream));
-        cudaCheck(cudaEventSynchronize(end));
-        cudaCheck(cudaEventElapsedTime(&ms, begin, end));
-        sum += ms;
-        best = ms < best ? ms : best;
-    }
-    cudaCheck(cudaEventDestroy(begin));
-    cudaCheck(cudaEventDestroy(end));
-    cudaCheck(cudaStreamDestroy(stream));
-    cudaCheck(cudaFree(memory));
-    matmul_close();
-    return 2.0 * SIZE * SIZE * SIZE / best * 1e3;
-}
-
 bool device_is_emulated(const MultiGpu* g) { return strncmp(g->properties.name, "emulated", 8) == 0; }
 
 uint64_t device_bytes_used(void) {
@@ -5036,7 +4857,7 @@ void trainer_open(Trainer* t) {
     size_t bucket = run->trains ? largest_bucket(&places, run->config.num_hidden_layers) : 8; // --eval adds up losses
     param_table_free(&places);
     multi_gpu_connect(&t->gpus, bucket, run->trains && strcmp(opt->allreduce_dtype, "bf16") == 0);
-    t->gemm_peak = run->trains && !device_is_emulated(&t->gpus) ? measure_gemm_peak() : NAN;
+    t->gemm_peak = run->trains && !device_is_emulated(&t->gpus) ? gemm_peak() : NAN;
     model_create(&t->model, &run->config, trainer_switches(opt), (size_t)opt->batch_size, (size_t)opt->seq_len,
                  run->trains || opt->dump);
     if (run->samples) { decoder_create(&t->decoder, &t->model); }
