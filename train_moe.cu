@@ -3191,40 +3191,20 @@ void adamw_fused(bf16* params, float* master, const float* grads, float* m, floa
 // multi-GPU: one process a GPU, started by mpirun. Every rank holds the whole model and trains on its own sequences;
 // the gradients are averaged over the ranks, so that all make the same update and stay equal bit for bit.
 //
-// MPI starts the ranks, hands NCCL's id round and carries what lies in host memory; NCCL carries the gradients, on a
-// stream of its own, bucket after bucket while backward still computes the next one. Every rank issues the same
-// collectives in the same order, whatever its routing did: an expert without tokens has a gradient, too, of zeros.
-// With one rank nothing here touches MPI or NCCL. Built with NO_MPI=1 or NO_NCCL=1 this file knows one rank only.
+// MPI starts the ranks, hands NCCL's id round and carries what lies in host memory (llmc/multi_gpu.h); NCCL carries the
+// gradients, on a stream of its own, bucket after bucket while backward still computes the next one. Every rank issues
+// the same collectives in the same order, whatever its routing did: an expert without tokens has a gradient, too, of
+// zeros. With one rank, the only one that a build with NO_MPI=1 or NO_NCCL=1 knows, nothing here touches MPI or NCCL.
 
-// the fp32 gradients travel as bf16: half the bytes. Bandwidth bound; a thread owns 4 neighbours, 16 bytes of fp32, so
-// that a warp reads and writes whole lines.
-__global__ void all_reduce_pack_kernel2(bf16* out, const float* inp, size_t n) {
+// The fp32 gradients travel as bf16, half the bytes, and are converted back. Bandwidth bound; a thread owns 4
+// neighbours, 16 bytes of fp32, so that a warp reads and writes whole lines.
+template <class Out, class Inp> __global__ void all_reduce_convert_kernel2(Out* out, const Inp* inp, size_t n) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (i >= n) { return; } // n is a multiple of 8
     float x[4];
     load4(x, inp + i);
     store4(out + i, x);
 }
-__global__ void all_reduce_unpack_kernel2(float* out, const bf16* inp, size_t n) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
-    if (i >= n) { return; }
-    float x[4];
-    load4(x, inp + i);
-    store4(out + i, x);
-}
-
-#ifdef ONE_RANK_ONLY
-void multi_gpu_connect(MultiGpu* g, size_t largest_bucket, bool bf16_gradients) {
-    (void)g, (void)largest_bucket, (void)bf16_gradients;
-}
-void all_reduce_wait(MultiGpu* g, cudaStream_t compute) { (void)g, (void)compute; }
-void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t compute, bool overlap) {
-    (void)g, (void)grads, (void)count, (void)compute, (void)overlap;
-}
-void all_reduce_sums(MultiGpu* g, double* sums, size_t n, cudaStream_t compute) {
-    (void)g, (void)sums, (void)n, (void)compute;
-}
-#else
 
 // compute waits until all collectives issued so far are done
 void all_reduce_wait(MultiGpu* g, cudaStream_t compute) {
@@ -3240,7 +3220,7 @@ static void all_reduce_after(MultiGpu* g, cudaStream_t compute) {
 }
 
 // grads[0..count) = their average over all ranks, once compute has written them; if `overlap`, compute goes on
-// meanwhile. The buckets use one stream, so one staging buffer is enough: the next is packed when the last is unpacked.
+// meanwhile. The buckets use one stream, so one staging buffer is enough: the next is converted when the last is back.
 void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t compute, bool overlap) {
     if (g->num_ranks == 1 || count == 0) { return; }
     all_reduce_after(g, compute);
@@ -3250,11 +3230,11 @@ void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t com
                   count, (void*)grads);
         }
         unsigned blocks = (unsigned)ceil_div(count / 4, 256);
-        all_reduce_pack_kernel2<<<blocks, 256, 0, g->stream>>>(g->staging, grads, count);
-        launchCheck("all_reduce_pack_kernel2");
+        all_reduce_convert_kernel2<bf16, float><<<blocks, 256, 0, g->stream>>>(g->staging, grads, count);
+        launchCheck("all_reduce_convert_kernel2");
         ncclCheck(ncclAllReduce(g->staging, g->staging, count, ncclBfloat16, ncclAvg, g->comm, g->stream));
-        all_reduce_unpack_kernel2<<<blocks, 256, 0, g->stream>>>(grads, g->staging, count);
-        launchCheck("all_reduce_unpack_kernel2");
+        all_reduce_convert_kernel2<float, bf16><<<blocks, 256, 0, g->stream>>>(grads, g->staging, count);
+        launchCheck("all_reduce_convert_kernel2");
     } else {
         ncclCheck(ncclAllReduce(grads, grads, count, ncclFloat32, ncclAvg, g->comm, g->stream));
     }
@@ -3268,60 +3248,6 @@ void all_reduce_sums(MultiGpu* g, double* sums, size_t n, cudaStream_t compute) 
     ncclCheck(ncclAllReduce(sums, sums, n, ncclFloat64, ncclSum, g->comm, g->stream));
     all_reduce_wait(g, compute);
 }
-
-// Averages numbers that everyone knows, on the very path that the gradients will take.
-static void all_reduce_self_test(MultiGpu* g, size_t n) {
-    float *host = (float*)mallocCheck(n * sizeof(float)), *numbers;
-    cudaEvent_t end;
-    cudaCheck(cudaMalloc((void**)&numbers, n * sizeof(float)));
-    cudaCheck(cudaEventCreateWithFlags(&end, cudaEventDisableTiming));
-    for (size_t i = 0; i < n; i++) { host[i] = (float)(i % 7) + (float)g->rank; }
-    cudaCheck(cudaMemcpyAsync(numbers, host, n * sizeof(float), cudaMemcpyHostToDevice, g->stream));
-    all_reduce_bucket(g, numbers, n, g->stream, true);
-    cudaCheck(cudaMemcpyAsync(host, numbers, n * sizeof(float), cudaMemcpyDeviceToHost, g->stream));
-    cudaCheck(cudaEventRecord(end, g->stream));
-    multi_gpu_wait(g, end);
-    double rounding = g->bf16_gradients ? g->num_ranks / 256.0 : 1e-5; // of sums in bf16, one a hop; of sums in fp32
-    for (size_t i = 0; i < n; i++) {
-        double want = (double)(i % 7) + (g->num_ranks - 1) / 2.0;
-        if (!(fabs(host[i] - want) <= rounding * (want + 1))) {
-            fatal("all-reduce self-test (%s): number %zu is %g, not %g: GPUs read each other's memory wrongly. Try: %s",
-                  g->bf16_gradients ? "bf16" : "fp32", i, host[i], want, nccl_advice());
-        }
-    }
-    cudaCheck(cudaEventDestroy(end));
-    cudaCheck(cudaFree(numbers));
-    free(host);
-}
-
-// NCCL's communicator, proven to work. largest_bucket: elements of the longest all_reduce_bucket
-void multi_gpu_connect(MultiGpu* g, size_t largest_bucket, bool bf16_gradients) {
-    if (g->num_ranks == 1) { return; }
-    double begin = profiler_clock_us();
-    if (g->rank == 0) { multi_gpu_name_rank(g); } // from here on each rank can be the one that fails
-    // Of a higher priority than compute: else a collective waits until all blocks of the kernel before it have begun.
-    int lowest, highest;
-    cudaCheck(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    cudaCheck(cudaStreamCreateWithPriority(&g->stream, cudaStreamNonBlocking, highest));
-    cudaCheck(cudaEventCreateWithFlags(&g->ready, cudaEventDisableTiming));
-    cudaCheck(cudaEventCreateWithFlags(&g->done, cudaEventDisableTiming));
-    largest_bucket = 8 * ceil_div(largest_bucket, 8);
-    if (bf16_gradients) { cudaCheck(cudaMalloc((void**)&g->staging, largest_bucket * sizeof(bf16))); }
-    ncclUniqueId id;
-    if (g->rank == 0) { ncclCheck(ncclGetUniqueId(&id)); }
-    multi_gpu_broadcast(g, &id, sizeof(id));
-    watchdog_start(g->timeout, g->rank, "connecting the ranks (NCCL)");
-    ncclCheck(ncclGetVersion(&g->nccl_version));
-    ncclCheck(ncclCommInitRank(&g->comm, g->num_ranks, id, g->rank));
-    watchdog_start(g->timeout, g->rank, "the all-reduce self-test");
-    size_t n = largest_bucket < 262144 ? largest_bucket : 262144;
-    all_reduce_self_test(g, n); // in fp32
-    g->bf16_gradients = bf16_gradients;
-    if (bf16_gradients) { all_reduce_self_test(g, n); }
-    watchdog_stop();
-    g->connect_ms = (profiler_clock_us() - begin) / 1e3;
-}
-#endif
 
 // ----------------------------------------------------------------------------
 // the model: memory, initialisation
@@ -4721,16 +4647,7 @@ int evaluate_choices(Trainer* t) {
         streamWait(model->stream);
         choices_collect(choices, i, model->B, losses);
     }
-    double *nats = (double*)mallocCheck(choices->num_rows * sizeof(double)), *sums;
-    sums = (double*)device_alloc(choices->num_rows * sizeof(double));
-    choices_results(choices, nats);
-    cudaCheck(cudaMemcpyAsync(sums, nats, choices->num_rows * sizeof(double), cudaMemcpyHostToDevice, model->stream));
-    all_reduce_sums(&t->gpus, sums, choices->num_rows, model->stream);
-    cudaCheck(cudaMemcpyAsync(nats, sums, choices->num_rows * sizeof(double), cudaMemcpyDeviceToHost, model->stream));
-    streamWait(model->stream);
-    choices_set_results(choices, nats);
-    cudaCheck(cudaFree(sums));
-    free(nats);
+    multi_gpu_sum(&t->gpus, choices->nats, choices->num_rows);
     free(losses);
     free(batch);
     return choices_report(choices, t->gpus.rank == 0 ? t->run.opt.metrics : NULL);
@@ -4856,7 +4773,7 @@ void trainer_open(Trainer* t) {
     param_table_build(&places, &padded);
     size_t bucket = run->trains ? largest_bucket(&places, run->config.num_hidden_layers) : 8; // --eval adds up losses
     param_table_free(&places);
-    multi_gpu_connect(&t->gpus, bucket, run->trains && strcmp(opt->allreduce_dtype, "bf16") == 0);
+    multi_gpu_connect(&t->gpus, all_reduce_bucket, bucket, run->trains && strcmp(opt->allreduce_dtype, "bf16") == 0);
     t->gemm_peak = run->trains && !device_is_emulated(&t->gpus) ? gemm_peak() : NAN;
     model_create(&t->model, &run->config, trainer_switches(opt), (size_t)opt->batch_size, (size_t)opt->seq_len,
                  run->trains || opt->dump);
@@ -4914,7 +4831,7 @@ int main(int argc, char** argv) {
         run_close(run);
         return 0;
     }
-    multi_gpu_device(&t->gpus, all_reduce_pack_kernel2);
+    multi_gpu_device(&t->gpus, all_reduce_convert_kernel2<bf16, float>);
     planned_run = run;
     out_of_memory_hook = print_plan_out_of_memory;
     run->allocate = opt->pinned ? pinned_alloc : NULL;
