@@ -7,8 +7,8 @@
 //
 // kernel 1: a thread an output. Each number is fetched from memory (or L1) for each product it is part of.
 // kernel 2: tiles in shared memory and registers: a block fetches a number once for 64 products, a thread once for 4.
-// kernel 3: cuBLASLt: tensor cores, tiles and pipelines chosen for the shape and the GPU. (How tensor cores are used
-//           by hand is the subject of grouped_matmul.cu, whose products no library call fits.)
+// kernel 3: cuBLASLt (llmc/gemm.h): tensor cores, tiles and pipelines chosen for the shape and the GPU. (How tensor
+//           cores are used by hand is the subject of grouped_matmul.cu, whose products no library call fits.)
 //
 // winner: 3 (matmul.h)
 #include "common.h"
