@@ -45,15 +45,14 @@ Reading.  Down to main, which is at the end under #ifndef TESTING, or from there
 #include <string.h>
 #include <unistd.h>
 #include <type_traits>
-#include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include "llmc/check.h"
 #include "llmc/config.h"
-#include "llmc/cublas_check.h"
 #include "llmc/cuda_check.h"
 #include "llmc/cudnn_attention.h"
 #include "llmc/dump_file.h"
+#include "llmc/gemm.h" // cuBLASLt
 #include "llmc/gpu_clock.h"
 #include "llmc/logger.h"
 #include "llmc/multi_gpu.h" // MPI and NCCL
@@ -296,149 +295,9 @@ __device__ inline void store4(float* p, const float (&x)[4]) { *(float4*)p = mak
 // Groups may be empty, so a loop can close one in every round, also when there is nothing left to copy.
 
 // ----------------------------------------------------------------------------
-// matmul: the gateway. All dense products of this program pass through gemm, that is, through cuBLASLt.
-
-typedef struct {
-    size_t M, N, K, lda, ldb, ldc;
-    size_t kind; // trans_a, trans_b and the type of c: a bit each
-} MatmulShape;
-
-typedef struct { // what cuBLASLt wants to know about a product of one shape, made the first time it is needed
-    MatmulShape shape; // all 0: free
-    cublasLtMatmulDesc_t desc;
-    cublasLtMatrixLayout_t a, b, c;
-    cublasLtMatmulAlgo_t algo;
-} MatmulPlan;
-
-#define MATMUL_WORKSPACE ((size_t)32 << 20)
-#define MATMUL_PLANS 4096 // a model has about 20 shapes; only --experts loop makes many: one for each number of rows
-#define MATMUL_PROBES 8   // a shape's plan lies in one of so many places from its hash on; when all are taken the first
-                          // is given up
-
-static struct {
-    cublasLtHandle_t handle;
-    cublasLtMatmulPreference_t preference;
-    void* workspace; // of the one stream that computes; products of two streams must not share it
-    size_t workspace_bytes;
-    MatmulPlan* plans; // (MATMUL_PLANS + MATMUL_PROBES)
-} matmul;
-
-void matmul_open(void) {
-    matmul.workspace_bytes = MATMUL_WORKSPACE;
-    matmul.plans = (MatmulPlan*)callocCheck(MATMUL_PLANS + MATMUL_PROBES, sizeof(MatmulPlan));
-    cudaCheck(cudaMalloc(&matmul.workspace, matmul.workspace_bytes));
-    cublasCheck(cublasLtCreate(&matmul.handle));
-    cublasCheck(cublasLtMatmulPreferenceCreate(&matmul.preference));
-    cublasCheck(cublasLtMatmulPreferenceSetAttribute(matmul.preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                                     &matmul.workspace_bytes, sizeof(matmul.workspace_bytes)));
-    // A long K may be split over blocks. Their parts are added in fp32, in a second pass with one order: the same bits
-    // on every run.
-    uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-    cublasCheck(cublasLtMatmulPreferenceSetAttribute(matmul.preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                                                     &reductions, sizeof(reductions)));
-    // Unless told otherwise cuBLASLt counts on 256 bytes; an expert's rows begin at any multiple of 16.
-    uint32_t alignment = 16;
-    cublasLtMatmulPreferenceAttributes_t of[4] = {
-        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
-    for (int i = 0; i < 4; i++) {
-        cublasCheck(cublasLtMatmulPreferenceSetAttribute(matmul.preference, of[i], &alignment, sizeof(alignment)));
-    }
-}
-
-void matmul_plan_free(MatmulPlan* plan) {
-    if (plan->desc == NULL) { return; }
-    cublasCheck(cublasLtMatmulDescDestroy(plan->desc));
-    cublasCheck(cublasLtMatrixLayoutDestroy(plan->a));
-    cublasCheck(cublasLtMatrixLayoutDestroy(plan->b));
-    cublasCheck(cublasLtMatrixLayoutDestroy(plan->c));
-    memset(plan, 0, sizeof(*plan));
-}
-
-void matmul_close(void) {
-    for (size_t i = 0; i < MATMUL_PLANS + MATMUL_PROBES; i++) { matmul_plan_free(matmul.plans + i); }
-    cublasCheck(cublasLtMatmulPreferenceDestroy(matmul.preference));
-    cublasCheck(cublasLtDestroy(matmul.handle));
-    cudaCheck(cudaFree(matmul.workspace));
-    free(matmul.plans);
-    memset(&matmul, 0, sizeof(matmul));
-}
-
-void matmul_plan_make(MatmulPlan* plan, MatmulShape s) {
-    // cuBLASLt is column-major: it sees each of our matrices transposed, and c^T = op(b)^T op(a)^T. So b comes first.
-    bool trans_a = s.kind & 1, trans_b = s.kind & 2;
-    cublasOperation_t first = trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, second = trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-    cudaDataType_t c_type = s.kind & 4 ? CUDA_R_32F : CUDA_R_16BF;
-    matmul_plan_free(plan);
-    plan->shape = s;
-    cublasCheck(cublasLtMatmulDescCreate(&plan->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    cublasCheck(cublasLtMatmulDescSetAttribute(plan->desc, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof(first)));
-    cublasCheck(cublasLtMatmulDescSetAttribute(plan->desc, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof(second)));
-    cublasCheck(cublasLtMatrixLayoutCreate(&plan->b, CUDA_R_16BF, trans_b ? s.K : s.N, trans_b ? s.N : s.K,
-                                           (int64_t)s.ldb));
-    cublasCheck(cublasLtMatrixLayoutCreate(&plan->a, CUDA_R_16BF, trans_a ? s.M : s.K, trans_a ? s.K : s.M,
-                                           (int64_t)s.lda));
-    cublasCheck(cublasLtMatrixLayoutCreate(&plan->c, c_type, s.N, s.M, (int64_t)s.ldc));
-    cublasLtMatmulHeuristicResult_t best;
-    int found = 0;
-    cublasCheck(cublasLtMatmulAlgoGetHeuristic(matmul.handle, plan->desc, plan->b, plan->a, plan->c, plan->c,
-                                               matmul.preference, 1, &best, &found));
-    if (found == 0 || best.state != CUBLAS_STATUS_SUCCESS) {
-        fatal("gemm: cuBLASLt knows no algorithm for M %zu, N %zu, K %zu (lda %zu, ldb %zu, ldc %zu, kind %zu); a "
-              "newer CUDA may", s.M, s.N, s.K, s.lda, s.ldb, s.ldc, s.kind);
-    }
-    plan->algo = best.algo;
-}
-
-const MatmulPlan* matmul_plan(MatmulShape s) {
-    // the plan for a shape, from the table or new
-    const size_t words[7] = {s.M, s.N, s.K, s.lda, s.ldb, s.ldc, s.kind};
-    uint64_t hash = 0;
-    for (int i = 0; i < 7; i++) { hash = hash64(hash + words[i] + RAND_GOLDEN); }
-    MatmulPlan *home = matmul.plans + hash % MATMUL_PLANS, *free_place = NULL;
-    for (MatmulPlan* plan = home; plan < home + MATMUL_PROBES; plan++) {
-        if (memcmp(&plan->shape, &s, sizeof(s)) == 0) { return plan; }
-        if (plan->desc == NULL && free_place == NULL) { free_place = plan; }
-    }
-    MatmulPlan* plan = free_place != NULL ? free_place : home;
-    matmul_plan_make(plan, s);
-    return plan;
-}
-
-void gemm(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const bf16* a, size_t lda, const bf16* b,
-          size_t ldb, float beta, void* c, cudaDataType_t c_type, size_t ldc, cudaStream_t stream) {
-    // c (M,N) = op(a) (M,K) op(b) (K,N) + beta * c, row-major, ld* is the length of a row in memory, sums in fp32. c is
-    // bf16 (activations) or float (gradients of weights, beta 1); beta 0 does not read it.
-    if (M == 0 || N == 0) { return; }
-    size_t c_bytes = c_type == CUDA_R_32F ? sizeof(float) : sizeof(bf16);
-    if (c_type != CUDA_R_32F && c_type != CUDA_R_16BF) {
-        fatal("gemm: c must be float or bf16, is type %d", (int)c_type);
-    }
-    if (K == 0) { // an expert without tokens: libraries disagree about what is left in c then, so that is settled here
-        if (beta != 0 && beta != 1) { fatal("gemm: with K = 0 beta must be 0 or 1, is %g", beta); }
-        if (beta == 0) { cudaCheck(cudaMemset2DAsync(c, ldc * c_bytes, 0, N * c_bytes, M, stream)); }
-        return;
-    }
-    if (lda % 8 != 0 || ldb % 8 != 0 || ldc % 8 != 0) {
-        fatal("gemm: lda, ldb and ldc must be multiples of 8, are %zu, %zu, %zu", lda, ldb, ldc);
-    }
-    if (lda < (trans_a ? M : K) || ldb < (trans_b ? K : N) || ldc < N) {
-        fatal("gemm: a row is longer than its ld: M %zu, N %zu, K %zu, lda %zu, ldb %zu, ldc %zu", M, N, K, lda, ldb,
-              ldc);
-    }
-    if (((uintptr_t)a | (uintptr_t)b | (uintptr_t)c) % 16 != 0) {
-        fatal("gemm: a, b and c must be 16-byte aligned, are at %p, %p, %p", (const void*)a, (const void*)b, c);
-    }
-    MatmulShape shape;
-    memset(&shape, 0, sizeof(shape));
-    shape.M = M, shape.N = N, shape.K = K, shape.lda = lda, shape.ldb = ldb, shape.ldc = ldc;
-    shape.kind = (size_t)trans_a + 2 * (size_t)trans_b + 4 * (size_t)(c_type == CUDA_R_32F);
-    const MatmulPlan* plan = matmul_plan(shape);
-    float alpha = 1;
-    cuda_launches++;
-    cublasCheck(cublasLtMatmul(matmul.handle, plan->desc, &alpha, b, plan->b, a, plan->a, &beta, c, plan->c, c,
-                               plan->c, &plan->algo, matmul.workspace, matmul.workspace_bytes, stream));
-}
+// matmul. All dense products of this program are gemm's (llmc/gemm.h), that is, cuBLASLt's:
+//     gemm(trans_a, trans_b, M, N, K, a, lda, b, ldb, beta, c, type of c, ldc, stream)
+// is c (M,N) = op(a) (M,K) op(b) (K,N) + beta * c. Row-major, ld* is the length of a row in memory, sums are fp32.
 
 void matmul_forward(bf16* out, const bf16* inp, const bf16* weight, size_t N, size_t C, size_t OC,
                     cudaStream_t stream) {
@@ -3164,40 +3023,20 @@ void adamw_fused(bf16* params, float* master, const float* grads, float* m, floa
 // multi-GPU: one process a GPU, started by mpirun. Every rank holds the whole model and trains on its own sequences;
 // the gradients are averaged over the ranks, so that all make the same update and stay equal bit for bit.
 //
-// MPI starts the ranks, hands NCCL's id round and carries what lies in host memory; NCCL carries the gradients, on a
-// stream of its own, bucket after bucket while backward still computes the next one. Every rank issues the same
-// collectives in the same order, whatever its routing did: an expert without tokens has a gradient, too, of zeros.
-// With one rank nothing here touches MPI or NCCL. Built with NO_MPI=1 or NO_NCCL=1 this file knows one rank only.
+// MPI starts the ranks, hands NCCL's id round and carries what lies in host memory (llmc/multi_gpu.h); NCCL carries the
+// gradients, on a stream of its own, bucket after bucket while backward still computes the next one. Every rank issues
+// the same collectives in the same order, whatever its routing did: an expert without tokens has a gradient, too, of
+// zeros. With one rank, the only one that a build with NO_MPI=1 or NO_NCCL=1 knows, nothing here touches MPI or NCCL.
 
-// the fp32 gradients travel as bf16: half the bytes. Bandwidth bound; a thread owns 4 neighbours, 16 bytes of fp32, so
-// that a warp reads and writes whole lines.
-__global__ void all_reduce_pack_kernel2(bf16* out, const float* inp, size_t n) {
+// The fp32 gradients travel as bf16, half the bytes, and are converted back. Bandwidth bound; a thread owns 4
+// neighbours, 16 bytes of fp32, so that a warp reads and writes whole lines.
+template <class Out, class Inp> __global__ void all_reduce_convert_kernel2(Out* out, const Inp* inp, size_t n) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (i >= n) { return; } // n is a multiple of 8
     float x[4];
     load4(x, inp + i);
     store4(out + i, x);
 }
-__global__ void all_reduce_unpack_kernel2(float* out, const bf16* inp, size_t n) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
-    if (i >= n) { return; }
-    float x[4];
-    load4(x, inp + i);
-    store4(out + i, x);
-}
-
-#ifdef ONE_RANK_ONLY
-void multi_gpu_connect(MultiGpu* g, size_t largest_bucket, bool bf16_gradients) {
-    (void)g, (void)largest_bucket, (void)bf16_gradients;
-}
-void all_reduce_wait(MultiGpu* g, cudaStream_t compute) { (void)g, (void)compute; }
-void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t compute, bool overlap) {
-    (void)g, (void)grads, (void)count, (void)compute, (void)overlap;
-}
-void all_reduce_sums(MultiGpu* g, double* sums, size_t n, cudaStream_t compute) {
-    (void)g, (void)sums, (void)n, (void)compute;
-}
-#else
 
 // compute waits until all collectives issued so far are done
 void all_reduce_wait(MultiGpu* g, cudaStream_t compute) {
@@ -3213,7 +3052,7 @@ static void all_reduce_after(MultiGpu* g, cudaStream_t compute) {
 }
 
 // grads[0..count) = their average over all ranks, once compute has written them; if `overlap`, compute goes on
-// meanwhile. The buckets use one stream, so one staging buffer is enough: the next is packed when the last is unpacked.
+// meanwhile. The buckets use one stream, so one staging buffer is enough: the next is converted when the last is back.
 void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t compute, bool overlap) {
     if (g->num_ranks == 1 || count == 0) { return; }
     all_reduce_after(g, compute);
@@ -3223,11 +3062,11 @@ void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t com
                   count, (void*)grads);
         }
         unsigned blocks = (unsigned)ceil_div(count / 4, 256);
-        all_reduce_pack_kernel2<<<blocks, 256, 0, g->stream>>>(g->staging, grads, count);
-        launchCheck("all_reduce_pack_kernel2");
+        all_reduce_convert_kernel2<bf16, float><<<blocks, 256, 0, g->stream>>>(g->staging, grads, count);
+        launchCheck("all_reduce_convert_kernel2");
         ncclCheck(ncclAllReduce(g->staging, g->staging, count, ncclBfloat16, ncclAvg, g->comm, g->stream));
-        all_reduce_unpack_kernel2<<<blocks, 256, 0, g->stream>>>(grads, g->staging, count);
-        launchCheck("all_reduce_unpack_kernel2");
+        all_reduce_convert_kernel2<float, bf16><<<blocks, 256, 0, g->stream>>>(grads, g->staging, count);
+        launchCheck("all_reduce_convert_kernel2");
     } else {
         ncclCheck(ncclAllReduce(grads, grads, count, ncclFloat32, ncclAvg, g->comm, g->stream));
     }
@@ -3241,60 +3080,6 @@ void all_reduce_sums(MultiGpu* g, double* sums, size_t n, cudaStream_t compute) 
     ncclCheck(ncclAllReduce(sums, sums, n, ncclFloat64, ncclSum, g->comm, g->stream));
     all_reduce_wait(g, compute);
 }
-
-// Averages numbers that everyone knows, on the very path that the gradients will take.
-static void all_reduce_self_test(MultiGpu* g, size_t n) {
-    float *host = (float*)mallocCheck(n * sizeof(float)), *numbers;
-    cudaEvent_t end;
-    cudaCheck(cudaMalloc((void**)&numbers, n * sizeof(float)));
-    cudaCheck(cudaEventCreateWithFlags(&end, cudaEventDisableTiming));
-    for (size_t i = 0; i < n; i++) { host[i] = (float)(i % 7) + (float)g->rank; }
-    cudaCheck(cudaMemcpyAsync(numbers, host, n * sizeof(float), cudaMemcpyHostToDevice, g->stream));
-    all_reduce_bucket(g, numbers, n, g->stream, true);
-    cudaCheck(cudaMemcpyAsync(host, numbers, n * sizeof(float), cudaMemcpyDeviceToHost, g->stream));
-    cudaCheck(cudaEventRecord(end, g->stream));
-    multi_gpu_wait(g, end);
-    double rounding = g->bf16_gradients ? g->num_ranks / 256.0 : 1e-5; // of sums in bf16, one a hop; of sums in fp32
-    for (size_t i = 0; i < n; i++) {
-        double want = (double)(i % 7) + (g->num_ranks - 1) / 2.0;
-        if (!(fabs(host[i] - want) <= rounding * (want + 1))) {
-            fatal("all-reduce self-test (%s): number %zu is %g, not %g: GPUs read each other's memory wrongly. Try: %s",
-                  g->bf16_gradients ? "bf16" : "fp32", i, host[i], want, nccl_advice());
-        }
-    }
-    cudaCheck(cudaEventDestroy(end));
-    cudaCheck(cudaFree(numbers));
-    free(host);
-}
-
-// NCCL's communicator, proven to work. largest_bucket: elements of the longest all_reduce_bucket
-void multi_gpu_connect(MultiGpu* g, size_t largest_bucket, bool bf16_gradients) {
-    if (g->num_ranks == 1) { return; }
-    double begin = profiler_clock_us();
-    if (g->rank == 0) { multi_gpu_name_rank(g); } // from here on each rank can be the one that fails
-    // Of a higher priority than compute: else a collective waits until all blocks of the kernel before it have begun.
-    int lowest, highest;
-    cudaCheck(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    cudaCheck(cudaStreamCreateWithPriority(&g->stream, cudaStreamNonBlocking, highest));
-    cudaCheck(cudaEventCreateWithFlags(&g->ready, cudaEventDisableTiming));
-    cudaCheck(cudaEventCreateWithFlags(&g->done, cudaEventDisableTiming));
-    largest_bucket = 8 * ceil_div(largest_bucket, 8);
-    if (bf16_gradients) { cudaCheck(cudaMalloc((void**)&g->staging, largest_bucket * sizeof(bf16))); }
-    ncclUniqueId id;
-    if (g->rank == 0) { ncclCheck(ncclGetUniqueId(&id)); }
-    multi_gpu_broadcast(g, &id, sizeof(id));
-    watchdog_start(g->timeout, g->rank, "connecting the ranks (NCCL)");
-    ncclCheck(ncclGetVersion(&g->nccl_version));
-    ncclCheck(ncclCommInitRank(&g->comm, g->num_ranks, id, g->rank));
-    watchdog_start(g->timeout, g->rank, "the all-reduce self-test");
-    size_t n = largest_bucket < 262144 ? largest_bucket : 262144;
-    all_reduce_self_test(g, n); // in fp32
-    g->bf16_gradients = bf16_gradients;
-    if (bf16_gradients) { all_reduce_self_test(g, n); }
-    watchdog_stop();
-    g->connect_ms = (profiler_clock_us() - begin) / 1e3;
-}
-#endif
 
 // ----------------------------------------------------------------------------
 // the model: memory, initialisation
@@ -3460,7 +3245,7 @@ size_t step_sums_count(const Model* model) {
 
 size_t model_other_bytes(const MoEConfig* c, const ParamTable* places, size_t B, size_t T, bool training) {
     // tables, sums, the batch and cuBLAS's workspace
-    size_t E = c->num_experts, bytes = T * c->head_dim * sizeof(float) + 4 * B * T * sizeof(int) + MATMUL_WORKSPACE;
+    size_t E = c->num_experts, bytes = T * c->head_dim * sizeof(float) + 4 * B * T * sizeof(int) + GEMM_WORKSPACE;
     bytes += (2 * E + 8 + 2 * c->num_hidden_layers * E) * sizeof(double);
     return bytes + (training ? grad_norm_doubles(places->num_parameters) * sizeof(double) : 0);
 }
@@ -3567,7 +3352,7 @@ void model_create(Model* model, const MoEConfig* config, Switches switches, size
     if (switches.experts == EXPERTS_LOOP) {
         cudaCheck(cudaMallocHost((void**)&model->host_offsets, L * (E + 1) * sizeof(int)));
     }
-    matmul_open();
+    gemm_open();
     cudaCheck(cudaDeviceSynchronize()); // the clearing above is on another stream
 }
 
@@ -3575,7 +3360,7 @@ void model_free(Model* model) {
     void* device[] = {model->params,    model->master, model->grads, model->m,         model->v,
                       model->norm_sums, model->ranges, model->rope,  model->grad_norm, model->prob_sum,
                       model->expert_share, model->step_sums, model->acts_memory};
-    matmul_close();
+    gemm_close();
     for (size_t i = 0; i < sizeof(device) / sizeof(device[0]); i++) { cudaCheck(cudaFree(device[i])); }
     cudaCheck(cudaFreeHost(model->host_sums));
     if (model->host_offsets) { cudaCheck(cudaFreeHost(model->host_offsets)); }
@@ -4378,44 +4163,6 @@ void router_log_summary(const Model* model, StepMetrics* m) {
 // ----------------------------------------------------------------------------
 // measuring and planning
 
-double measure_gemm_peak(void) {
-    // FLOP/s of a large square product: what a step is compared with. The best of as many as fit into 100 ms.
-    enum { SIZE = 8192 };
-    size_t bytes = (size_t)SIZE * SIZE * sizeof(bf16);
-    bf16* memory = (bf16*)device_alloc(3 * bytes);
-    cudaStream_t stream;
-    matmul_open();
-    cudaCheck(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    cudaEvent_t begin, end;
-    cudaCheck(cudaEventCreate(&begin));
-    cudaCheck(cudaEventCreate(&end));
-    uint16_t* host = (uint16_t*)mallocCheck(2 * bytes); // random: products of zeros take less power and run faster
-    for (size_t i = 0; i < (size_t)2 * SIZE * SIZE; i++) {
-        host[i] = f32_to_bf16((float)((i * RAND_GOLDEN >> 40) % 2048) / 1024 - 1);
-    }
-    cudaCheck(cudaMemcpy(memory, host, 2 * bytes, cudaMemcpyHostToDevice));
-    cudaCheck(cudaDeviceSynchronize()); // the copy is on another stream
-    free(host);
-    float best = INFINITY, sum = 0;
-    while (sum < 100) {
-        float ms;
-        cudaCheck(cudaEventRecord(begin, stream));
-        gemm(false, true, SIZE, SIZE, SIZE, memory, SIZE, memory + bytes / 2, SIZE, 0, memory + bytes, CUDA_R_16BF,
-             SIZE, stream);
-        cudaCheck(cudaEventRecord(end, stream));
-        cudaCheck(cudaEventSynchronize(end));
-        cudaCheck(cudaEventElapsedTime(&ms, begin, end));
-        sum += ms;
-        best = ms < best ? ms : best;
-    }
-    cudaCheck(cudaEventDestroy(begin));
-    cudaCheck(cudaEventDestroy(end));
-    cudaCheck(cudaStreamDestroy(stream));
-    cudaCheck(cudaFree(memory));
-    matmul_close();
-    return 2.0 * SIZE * SIZE * SIZE / best * 1e3;
-}
-
 bool device_is_emulated(const MultiGpu* g) { return strncmp(g->properties.name, "emulated", 8) == 0; }
 
 uint64_t device_bytes_used(void) {
@@ -4582,16 +4329,7 @@ int evaluate_choices(Trainer* t) {
         streamWait(model->stream);
         choices_collect(choices, i, model->B, losses);
     }
-    double *nats = (double*)mallocCheck(choices->num_rows * sizeof(double)), *sums;
-    sums = (double*)device_alloc(choices->num_rows * sizeof(double));
-    choices_results(choices, nats);
-    cudaCheck(cudaMemcpyAsync(sums, nats, choices->num_rows * sizeof(double), cudaMemcpyHostToDevice, model->stream));
-    all_reduce_sums(&t->gpus, sums, choices->num_rows, model->stream);
-    cudaCheck(cudaMemcpyAsync(nats, sums, choices->num_rows * sizeof(double), cudaMemcpyDeviceToHost, model->stream));
-    streamWait(model->stream);
-    choices_set_results(choices, nats);
-    cudaCheck(cudaFree(sums));
-    free(nats);
+    multi_gpu_sum(&t->gpus, choices->nats, choices->num_rows);
     free(losses);
     free(batch);
     return choices_report(choices, t->gpus.rank == 0 ? t->run.opt.metrics : NULL);
@@ -4687,8 +4425,8 @@ void trainer_open(Trainer* t) {
     param_table_build(&places, &padded);
     size_t bucket = run->trains ? largest_bucket(&places, run->config.num_hidden_layers) : 8; // --eval adds up losses
     param_table_free(&places);
-    multi_gpu_connect(&t->gpus, bucket, run->trains && strcmp(opt->allreduce_dtype, "bf16") == 0);
-    t->gemm_peak = run->trains && !device_is_emulated(&t->gpus) ? measure_gemm_peak() : NAN;
+    multi_gpu_connect(&t->gpus, all_reduce_bucket, bucket, run->trains && strcmp(opt->allreduce_dtype, "bf16") == 0);
+    t->gemm_peak = run->trains && !device_is_emulated(&t->gpus) ? gemm_peak() : NAN;
     model_create(&t->model, &run->config, trainer_switches(opt), opt->generate ? 1 : (size_t)opt->batch_size,
                  (size_t)opt->seq_len, run->trains || opt->dump);
     if (run->samples) { decoder_create(&t->decoder, &t->model); }
@@ -4745,7 +4483,7 @@ int main(int argc, char** argv) {
         run_close(run);
         return 0;
     }
-    multi_gpu_device(&t->gpus, all_reduce_pack_kernel2);
+    multi_gpu_device(&t->gpus, all_reduce_convert_kernel2<bf16, float>);
     planned_run = run;
     out_of_memory_hook = print_plan_out_of_memory;
     run->allocate = opt->pinned ? pinned_alloc : NULL;

@@ -20,7 +20,6 @@ typedef struct {
     size_t context, choice;  // where both lie among Choices.tokens: the context is there once for all its choices
     double bytes;            // of the choice's text
     size_t sequence, offset; // where the row lies: token number i < length - 1 at position offset + i
-    double nats;             // -log p(choice | context), the result
 } ChoiceRow;
 
 typedef struct {
@@ -36,6 +35,7 @@ typedef struct {
     size_t num_questions;
     ChoiceRow* rows;
     size_t num_rows, num_cut; // rows that were too long and lost the beginning of their context
+    double* nats; // (num_rows) -log p(choice | context), the result; 0 until collected, so that ranks may add theirs up
     size_t num_sequences;
     TokenList tokens;
 } Choices;
@@ -150,6 +150,7 @@ static inline void choices_question(Choices* c, size_t line, const cJSON* json, 
 static inline void choices_lay_out(Choices* c) {
     size_t at = 0;
     c->num_sequences = 1;
+    c->nats = (double*)callocCheck(c->num_rows, sizeof(double));
     for (size_t r = 0; r < c->num_rows; r++) {
         ChoiceRow* row = &c->rows[r];
         if (at + row->length - 1 > c->T) {
@@ -202,6 +203,7 @@ static inline void choices_open(Choices* c, const char* path, size_t T, int voca
 static inline void choices_close(Choices* c) {
     token_list_free(&c->tokens);
     free(c->rows);
+    free(c->nats);
     free(c->questions);
     memset(c, 0, sizeof(*c));
 }
@@ -244,19 +246,11 @@ static inline void choices_batch(const Choices* c, size_t batch, size_t B, int* 
 static inline void choices_collect(Choices* c, size_t batch, size_t B, const float* losses) {
     size_t first = batch * B;
     for (size_t r = choices_first_row(c, first); r < c->num_rows && c->rows[r].sequence < first + B; r++) {
-        ChoiceRow* row = &c->rows[r];
+        const ChoiceRow* row = &c->rows[r];
         const float* at = losses + (row->sequence - first) * c->T + row->offset;
-        row->nats = 0;
-        for (size_t i = row->begin - 1; i + 1 < row->length; i++) { row->nats += at[i]; }
+        c->nats[r] = 0;
+        for (size_t i = row->begin - 1; i + 1 < row->length; i++) { c->nats[r] += at[i]; }
     }
-}
-
-// Where several ranks each collected some of the batches: what this one has (rows; the others' are 0), and the sum.
-static inline void choices_results(const Choices* c, double* nats) {
-    for (size_t r = 0; r < c->num_rows; r++) { nats[r] = c->rows[r].nats; }
-}
-static inline void choices_set_results(Choices* c, const double* nats) {
-    for (size_t r = 0; r < c->num_rows; r++) { c->rows[r].nats = nats[r]; }
 }
 
 // ----------------------------------------------------------------------------
@@ -267,10 +261,11 @@ static inline bool choices_right(const Choices* c, const Question* q, int how) {
     int best = 0;
     double least = INFINITY;
     for (int k = 0; k < q->num_choices; k++) {
-        const ChoiceRow* row = &c->rows[q->first_row + (size_t)k];
+        size_t r = q->first_row + (size_t)k;
+        const ChoiceRow* row = &c->rows[r];
         double per = how == 0 ? 1 : how == 1 ? (double)(row->length - row->begin) : row->bytes;
-        if (row->nats / per < least) {
-            least = row->nats / per;
+        if (c->nats[r] / per < least) {
+            least = c->nats[r] / per;
             best = k;
         }
     }
@@ -284,7 +279,7 @@ static inline void choices_write(const Choices* c, const char* path) {
         const Question* q = &c->questions[i];
         fprintf(fp, "{\"question\": %zu, \"label\": %d, \"nats\": [", i, q->label);
         for (int k = 0; k < q->num_choices; k++) {
-            fprintf(fp, "%s%.6f", k > 0 ? ", " : "", c->rows[q->first_row + (size_t)k].nats);
+            fprintf(fp, "%s%.6f", k > 0 ? ", " : "", c->nats[q->first_row + (size_t)k]);
         }
         fprintf(fp, "], \"tokens\": [");
         for (int k = 0; k < q->num_choices; k++) {
@@ -300,7 +295,7 @@ static inline void choices_write(const Choices* c, const char* path) {
 static inline int choices_report(const Choices* c, const char* metrics) {
     double right[3] = {0, 0, 0}, chance = 0, n = (double)c->num_questions;
     for (size_t r = 0; r < c->num_rows; r++) {
-        if (!isfinite(c->rows[r].nats)) { fatal("--eval-choices: the model's loss is %g: not finite", c->rows[r].nats); }
+        if (!isfinite(c->nats[r])) { fatal("--eval-choices: the model's loss is %g: not finite", c->nats[r]); }
     }
     for (size_t i = 0; i < c->num_questions; i++) {
         for (int how = 0; how < 3; how++) { right[how] += choices_right(c, &c->questions[i], how); }

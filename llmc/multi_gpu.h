@@ -1,6 +1,6 @@
-// multi_gpu.h: the processes of a run, one a GPU: who they are, how they begin and end together. MPI starts them and
-// carries what lies in host memory. What travels between their GPUs stands in train_moe.cu. With one rank nothing here
-// touches MPI or NCCL; built with NO_MPI=1 or NO_NCCL=1 there is one rank only.
+// multi_gpu.h: the processes of a run, one a GPU: who they are, how they begin, are connected and end together. MPI
+// starts them and carries what lies in host memory. What travels between their GPUs stands in train_moe.cu. With one rank
+// nothing here touches MPI or NCCL; built with NO_MPI=1 or NO_NCCL=1 there is one rank only.
 #ifndef LLMC_MULTI_GPU_H
 #define LLMC_MULTI_GPU_H
 
@@ -11,6 +11,9 @@
 #include <cuda_bf16.h>
 #if defined(NO_MPI) || defined(NO_NCCL)
 #define ONE_RANK_ONLY
+typedef void* ncclComm_t; // so that train_moe.cu's collectives compile; with one rank nobody comes to them
+#define ncclAllReduce(from, to, ...) ((void)(from), (void)(to))
+#define ncclCheck(call) (call)
 #else
 #include "nccl_check.h" // MPI and NCCL
 #endif
@@ -25,13 +28,14 @@ typedef struct {
     int nccl_version;               // 22809 is 2.28.9; 0 with one rank
     double connect_ms;              // for connecting and the self-test
     cudaStream_t stream;            // of all collectives
-#ifndef ONE_RANK_ONLY
-    bool first;                     // rank 0, while the others wait for it to go first
-    ncclComm_t comm;
     cudaEvent_t ready, done;        // what compute had to write is written; the collectives issued so far are done
     __nv_bfloat16* staging;         // (largest bucket) gradients on their way
-#endif
+    bool first;                     // rank 0, while the others wait for it to go first
+    ncclComm_t comm;
 } MultiGpu;
+
+// all_reduce_bucket of train_moe.cu: grads[0..count) = their average over all ranks, once compute has written them
+typedef void (*AllReduce)(MultiGpu* g, float* grads, size_t count, cudaStream_t compute, bool overlap);
 
 // What a launcher says of the processes that it started, in the variables of Open MPI, MPICH and Intel MPI, MVAPICH, and
 // Slurm's srun: how many there are, and which of them this is. 0: nobody says anything.
@@ -65,12 +69,16 @@ template <class Kernel> void multi_gpu_device(MultiGpu* g, Kernel kernel) {
     g->num_devices = cuda_count_devices();
     g->properties = cuda_use_device(g->device, kernel);
 }
+static inline void multi_gpu_connect(MultiGpu* g, AllReduce all_reduce, size_t largest_bucket, bool bf16_gradients) {
+    (void)g, (void)all_reduce, (void)largest_bucket, (void)bf16_gradients;
+}
 static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
     (void)g;
     cudaCheck(cudaEventSynchronize(event));
 }
 static inline void multi_gpu_barrier(MultiGpu* g) { (void)g; }
 static inline void multi_gpu_broadcast(MultiGpu* g, void* data, size_t bytes) { (void)g, (void)data, (void)bytes; }
+static inline void multi_gpu_sum(MultiGpu* g, double* sums, size_t n) { (void)g, (void)sums, (void)n; }
 static inline bool multi_gpu_stop_flag(MultiGpu* g, bool mine) {
     (void)g;
     return mine;
@@ -133,6 +141,15 @@ static inline void multi_gpu_broadcast(MultiGpu* g, void* data, size_t bytes) {
     MPI_Request request;
     mpiCheck(MPI_Ibcast(data, (int)bytes, MPI_BYTE, 0, MPI_COMM_WORLD, &request));
     multi_gpu_receive(g, &request, 0, 60 * g->timeout);
+}
+
+// sums[0..n) (host memory) = their sum over all ranks. The order of the terms is MPI's: all but one of them must be 0.
+static inline void multi_gpu_sum(MultiGpu* g, double* sums, size_t n) {
+    if (g->num_ranks == 1) { return; }
+    multi_gpu_barrier(g); // MPI's own collective would wait for a stopped rank without a word
+    watchdog_start(20 + g->timeout, g->rank, "adding up over the ranks (MPI)");
+    mpiCheck(MPI_Allreduce(MPI_IN_PLACE, sums, (int)n, MPI_DOUBLE, MPI_SUM, MPI_COMM_WORLD));
+    watchdog_stop();
 }
 
 // before a fatal() that all ranks come to alike: one message is enough, and rank 0's ends them all
@@ -272,6 +289,56 @@ static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
         cudaGetLastError(); // "not ready" is no error, but is kept as the last one
         usleep(100);
     }
+}
+
+// Averages numbers that everyone knows, on the very path that the gradients will take.
+static inline void multi_gpu_self_test(MultiGpu* g, AllReduce all_reduce, size_t n) {
+    float *host = (float*)mallocCheck(n * sizeof(float)), *numbers;
+    cudaCheck(cudaMalloc((void**)&numbers, n * sizeof(float)));
+    for (size_t i = 0; i < n; i++) { host[i] = (float)(i % 7) + (float)g->rank; }
+    cudaCheck(cudaMemcpyAsync(numbers, host, n * sizeof(float), cudaMemcpyHostToDevice, g->stream));
+    all_reduce(g, numbers, n, g->stream, true);
+    cudaCheck(cudaMemcpyAsync(host, numbers, n * sizeof(float), cudaMemcpyDeviceToHost, g->stream));
+    cudaCheck(cudaEventRecord(g->done, g->stream));
+    multi_gpu_wait(g, g->done);
+    double rounding = g->bf16_gradients ? g->num_ranks / 256.0 : 1e-5; // of sums in bf16, one a hop; of sums in fp32
+    for (size_t i = 0; i < n; i++) {
+        double want = (double)(i % 7) + (g->num_ranks - 1) / 2.0;
+        if (!(fabs(host[i] - want) <= rounding * (want + 1))) {
+            fatal("all-reduce self-test (%s): number %zu is %g, not %g: GPUs read each other's memory wrongly. Try: %s",
+                  g->bf16_gradients ? "bf16" : "fp32", i, host[i], want, nccl_advice());
+        }
+    }
+    cudaCheck(cudaFree(numbers));
+    free(host);
+}
+
+// NCCL's communicator, proven to work. largest_bucket: elements of the longest all_reduce
+static inline void multi_gpu_connect(MultiGpu* g, AllReduce all_reduce, size_t largest_bucket, bool bf16_gradients) {
+    if (g->num_ranks == 1) { return; }
+    double begin = profiler_clock_us();
+    if (g->rank == 0) { multi_gpu_name_rank(g); } // from here on each rank can be the one that fails
+    // Of a higher priority than compute: else a collective waits until all blocks of the kernel before it have begun.
+    int lowest, highest;
+    cudaCheck(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    cudaCheck(cudaStreamCreateWithPriority(&g->stream, cudaStreamNonBlocking, highest));
+    cudaCheck(cudaEventCreateWithFlags(&g->ready, cudaEventDisableTiming));
+    cudaCheck(cudaEventCreateWithFlags(&g->done, cudaEventDisableTiming));
+    largest_bucket = (largest_bucket + 7) / 8 * 8;
+    if (bf16_gradients) { cudaCheck(cudaMalloc((void**)&g->staging, largest_bucket * sizeof(__nv_bfloat16))); }
+    ncclUniqueId id;
+    if (g->rank == 0) { ncclCheck(ncclGetUniqueId(&id)); }
+    multi_gpu_broadcast(g, &id, sizeof(id));
+    watchdog_start(g->timeout, g->rank, "connecting the ranks (NCCL)");
+    ncclCheck(ncclGetVersion(&g->nccl_version));
+    ncclCheck(ncclCommInitRank(&g->comm, g->num_ranks, id, g->rank));
+    watchdog_start(g->timeout, g->rank, "the all-reduce self-test");
+    size_t n = largest_bucket < 262144 ? largest_bucket : 262144;
+    multi_gpu_self_test(g, all_reduce, n); // in fp32
+    g->bf16_gradients = bf16_gradients;
+    if (bf16_gradients) { multi_gpu_self_test(g, all_reduce, n); }
+    watchdog_stop();
+    g->connect_ms = (profiler_clock_us() - begin) / 1e3;
 }
 
 static inline void multi_gpu_close(MultiGpu* g) {

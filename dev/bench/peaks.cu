@@ -13,11 +13,8 @@
 #include "llmc/check.h"
 #include "llmc/cuda_check.h"
 #include "llmc/cuda_device.h"
+#include "llmc/gemm.h"
 #include "llmc/rand.h"
-#include "llmc/safetensors.h"
-
-typedef __nv_bfloat16 bf16;
-#include "dev/cuda/matmul.h"
 
 __global__ void touch(char* p) { *p = 0; } // shows whether this program was built for this GPU
 
@@ -100,7 +97,7 @@ int main(int argc, char** argv) {
     cudaDeviceProp p = cuda_use_device(0, touch);
     printf("%s, sm_%d%d, %d multiprocessors, %.1f GiB\n", p.name, p.major, p.minor, p.multiProcessorCount,
            (double)p.totalGlobalMem / (double)(1 << 30));
-    matmul_open();
+    gemm_open();
 #ifdef EMU
     const size_t n = 64, rows = 32, C = 64, V = 512; // no times worth having: that it runs is all there is to see
 #else
@@ -111,6 +108,6 @@ int main(int argc, char** argv) {
     product("lm_head", false, true, rows, V, C, false);
     product("lm_head dX", false, false, rows, C, V, false);
     product("lm_head dW", true, false, V, C, rows, true);
-    matmul_close();
+    gemm_close();
     return 0;
 }

@@ -1,13 +1,13 @@
 // attention.h: what attention_forward.cu and attention_backward.cu share: documents, tiles in shared memory and their
 // products on the tensor cores (all of it as in train_moe.cu), and for the tests: inputs and the CPU reference. gemm is
-// matmul.h's.
+// llmc/gemm.h's.
 #ifndef DEV_CUDA_ATTENTION_H
 #define DEV_CUDA_ATTENTION_H
 
 #include <string>
 #include <type_traits>
 #include "common.h"
-#include "matmul.h"
+#include "../../llmc/gemm.h"
 
 typedef struct {
     size_t B, T;

@@ -380,12 +380,12 @@ void bench_all(int kernel) {
 
 int main(int argc, char** argv) {
     dev_open(argc, argv, NUM_KERNELS);
-    matmul_open();
+    gemm_open();
     for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
         if (!dev_runs(kernel)) { continue; }
         check_all(kernel);
         if (dev_benchmarks()) { bench_all(kernel); }
     }
-    matmul_close();
+    gemm_close();
     return dev_close();
 }

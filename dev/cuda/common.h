@@ -15,7 +15,7 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #ifndef EMU
-#include "../../llmc/cublas_check.h" // for the measured GEMM peak
+#include "../../llmc/gemm.h" // for the measured GEMM peak
 #endif
 #include "../../llmc/cuda_check.h"
 #include "../../llmc/ptx.cuh"
@@ -344,36 +344,7 @@ inline double peak_bandwidth() {
 inline double peak_gemm() {
     static double peak = 0;
     if (peak > 0) { return peak; }
-    const size_t M = 8192, workspace_bytes = (size_t)32 << 20;
-    std::vector<bf16> values = to_bf16(random_floats(M * M, 1, 1)); // zeros would draw less power, and run faster
-    Device<bf16> a(values), b(values), c(M * M);
-    Device<unsigned char> workspace(workspace_bytes);
-    cublasLtHandle_t handle;
-    cublasLtMatmulDesc_t product;
-    cublasLtMatrixLayout_t square;
-    cublasLtMatmulPreference_t preference;
-    cublasLtMatmulHeuristicResult_t found;
-    cublasOperation_t transposed = CUBLAS_OP_T;
-    int num_found = 0;
-    cublasCheck(cublasLtCreate(&handle));
-    cublasCheck(cublasLtMatmulDescCreate(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    cublasCheck(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof(transposed)));
-    cublasCheck(cublasLtMatrixLayoutCreate(&square, CUDA_R_16BF, M, M, M));
-    cublasCheck(cublasLtMatmulPreferenceCreate(&preference));
-    cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                                     &workspace_bytes, sizeof(workspace_bytes)));
-    cublasCheck(cublasLtMatmulAlgoGetHeuristic(handle, product, square, square, square, square, preference, 1, &found,
-                                               &num_found));
-    float one = 1, zero = 0;
-    double ms = median_ms([&] {
-        cublasCheck(cublasLtMatmul(handle, product, &one, a.data, square, b.data, square, &zero, c.data, square, c.data,
-                                   square, &found.algo, workspace.data, workspace_bytes, 0));
-    });
-    cublasLtMatmulPreferenceDestroy(preference);
-    cublasLtMatrixLayoutDestroy(square);
-    cublasLtMatmulDescDestroy(product);
-    cublasLtDestroy(handle);
-    return peak = 2.0 * (double)M * M * M / ms / 1e9;
+    return peak = gemm_peak() / 1e12;
 }
 #else
 inline double peak_gemm() { return 0; } // dev_benchmarks() is false here

@@ -7,8 +7,8 @@
 //
 // kernel 1: a thread an output. Each number is fetched from memory (or L1) for each product it is part of.
 // kernel 2: tiles in shared memory and registers: a block fetches a number once for 64 products, a thread once for 4.
-// kernel 3: cuBLASLt: tensor cores, tiles and pipelines chosen for the shape and the GPU. (How tensor cores are used
-//           by hand is the subject of grouped_matmul.cu, whose products no library call fits.)
+// kernel 3: cuBLASLt (llmc/gemm.h): tensor cores, tiles and pipelines chosen for the shape and the GPU. (How tensor
+//           cores are used by hand is the subject of grouped_matmul.cu, whose products no library call fits.)
 //
 // winner: 3 (matmul.h)
 #include "common.h"
@@ -130,7 +130,7 @@ void without_rows_or_sum(void) {
     check_equal("gemm without terms: c = 0, and only c", d_c.get(), zeroed);
 }
 
-// more shapes than the table of plans takes: old plans go, results stay right
+// so many shapes that some have the same place in the table of plans: old plans go, results stay right
 void plans_are_replaced(void) {
     std::vector<float> a = random_floats(64 * 8, 1, 11), b = random_floats(64 * 8, 1, 12), want(64 * 64);
     Device<bf16> d_a(to_bf16(a)), d_b(to_bf16(b));
@@ -208,12 +208,12 @@ void bench_all(int kernel) {
 int main(int argc, char** argv) {
     const int num_kernels = 3;
     dev_open(argc, argv, num_kernels);
-    matmul_open();
+    gemm_open();
     for (int kernel = 1; kernel <= num_kernels; kernel++) {
         if (!dev_runs(kernel)) { continue; }
         check_all(kernel);
         if (dev_benchmarks()) { bench_all(kernel); }
     }
-    matmul_close();
+    gemm_close();
     return dev_close();
 }

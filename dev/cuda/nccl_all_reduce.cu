@@ -3,9 +3,9 @@
 //   out[i] = (1/R) sum over ranks r of grads_r[i]          grads (count) fp32, the same result on all R ranks
 //
 // In fp32 that is one call of NCCL. Two bytes of four are saved on the wire if gradients travel as bf16: a kernel
-// packs them into a staging buffer, NCCL averages that, another kernel unpacks it. NCCL adds in rings or trees and
-// rounds to bf16 at every hop, so R ranks cost up to R roundings. Both kernels only move bytes, 6 a number: a bucket of 25M
-// numbers costs 0.15 ms at 1 TB/s, beside 2.5 ms on a wire of 20 GB/s.
+// converts them into a staging buffer, NCCL averages that, and the kernel converts it back. NCCL adds in rings or trees
+// and rounds to bf16 at every hop, so R ranks cost up to R roundings. The kernel only moves bytes, 6 a number: a bucket
+// of 25M numbers costs 0.15 ms at 1 TB/s, beside 2.5 ms on a wire of 20 GB/s.
 //
 //   kernel 1: a thread a number: 4 bytes a lane on one side, 2 on the other, many small requests in flight.
 //   kernel 2: a thread owns 4 neighbours, 16 bytes of fp32, so that a warp reads and writes whole lines.
@@ -22,26 +22,15 @@
 // ----------------------------------------------------------------------------
 // kernels
 
-__global__ void all_reduce_pack_kernel1(bf16* out, const float* inp, size_t n) {
+template <class Out, class Inp> __global__ void all_reduce_convert_kernel1(Out* out, const Inp* inp, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) { out[i] = __float2bfloat16(inp[i]); }
-}
-__global__ void all_reduce_unpack_kernel1(float* out, const bf16* inp, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) { out[i] = __bfloat162float(inp[i]); }
+    if (i < n) { out[i] = (Out)(float)inp[i]; }
 }
 
 // n is a multiple of 8 and the arrays are 16-byte aligned
-__global__ void all_reduce_pack_kernel2(bf16* out, const float* inp, size_t n) {
+template <class Out, class Inp> __global__ void all_reduce_convert_kernel2(Out* out, const Inp* inp, size_t n) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (i >= n) { return; } // n is a multiple of 8
-    float x[4];
-    load4(x, inp + i);
-    store4(out + i, x);
-}
-__global__ void all_reduce_unpack_kernel2(float* out, const bf16* inp, size_t n) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
-    if (i >= n) { return; }
     float x[4];
     load4(x, inp + i);
     store4(out + i, x);
@@ -58,15 +47,10 @@ static void check_nccl(ncclResult_t status, const char* call) {
     if (status != ncclSuccess) { fatal("%s failed: %s", call, ncclGetErrorString(status)); }
 }
 
-static void pack(int kernel, bf16* out, const float* inp, size_t n, cudaStream_t stream) {
-    if (kernel == 1) { all_reduce_pack_kernel1<<<(unsigned)ceil_div(n, 256), 256, 0, stream>>>(out, inp, n); }
-    else { all_reduce_pack_kernel2<<<(unsigned)ceil_div(n / 4, 256), 256, 0, stream>>>(out, inp, n); }
-    launchCheck("all_reduce_pack");
-}
-static void unpack(int kernel, float* out, const bf16* inp, size_t n, cudaStream_t stream) {
-    if (kernel == 1) { all_reduce_unpack_kernel1<<<(unsigned)ceil_div(n, 256), 256, 0, stream>>>(out, inp, n); }
-    else { all_reduce_unpack_kernel2<<<(unsigned)ceil_div(n / 4, 256), 256, 0, stream>>>(out, inp, n); }
-    launchCheck("all_reduce_unpack");
+template <class Out, class Inp> void convert(int kernel, Out* out, const Inp* inp, size_t n, cudaStream_t stream) {
+    if (kernel == 1) { all_reduce_convert_kernel1<<<(unsigned)ceil_div(n, 256), 256, 0, stream>>>(out, inp, n); }
+    else { all_reduce_convert_kernel2<<<(unsigned)ceil_div(n / 4, 256), 256, 0, stream>>>(out, inp, n); }
+    launchCheck("all_reduce_convert");
 }
 
 static void all_reduce(int kernel, float* grads, bf16* staging, size_t n, bool as_bf16, cudaStream_t stream) {
@@ -74,9 +58,9 @@ static void all_reduce(int kernel, float* grads, bf16* staging, size_t n, bool a
         check_nccl(ncclAllReduce(grads, grads, n, ncclFloat32, ncclAvg, comm, stream), "ncclAllReduce");
         return;
     }
-    pack(kernel, staging, grads, n, stream);
+    convert<bf16, float>(kernel, staging, grads, n, stream);
     check_nccl(ncclAllReduce(staging, staging, n, ncclBfloat16, ncclAvg, comm, stream), "ncclAllReduce");
-    unpack(kernel, grads, staging, n, stream);
+    convert<float, bf16>(kernel, grads, staging, n, stream);
 }
 
 // ----------------------------------------------------------------------------
@@ -143,7 +127,7 @@ static void check_average(int kernel, size_t n, bool as_bf16) {
     cudaCheck(cudaStreamDestroy(stream));
 }
 
-// packing alone: rounds to nearest even as the CPU does, and leaves NaN and infinity what they are
+// converting alone: rounds to nearest even as the CPU does, and leaves NaN and infinity what they are
 static void check_pack(int kernel, size_t n) {
     std::vector<float> x(n);
     for (size_t i = 0; i < n; i++) {
@@ -153,14 +137,14 @@ static void check_pack(int kernel, size_t n) {
     if (n > 16) { x[3] = INFINITY, x[9] = -INFINITY, x[10] = NAN, x[11] = -0.0f; }
     Device<float> in(x), back(n + 8);
     Device<bf16> packed(n + 8);
-    pack(kernel, packed, in, n, 0);
-    unpack(kernel, back, packed, n, 0);
+    convert<bf16, float>(kernel, packed, in, n, 0);
+    convert<float, bf16>(kernel, back, packed, n, 0);
     std::vector<float> got = back.get(), want(n);
     for (size_t i = 0; i < n; i++) { want[i] = bf16_to_f32(f32_to_bf16(x[i])); }
     bool nan_stays = n <= 16 || isnan(got[10]);
     if (n > 16) { got[10] = want[10]; } // one NaN is as good as another
     char what[100];
-    snprintf(what, sizeof(what), "pack and unpack %zu numbers, kernel %d", n, kernel);
+    snprintf(what, sizeof(what), "%zu numbers to bf16 and back, kernel %d", n, kernel);
     bool untouched = true; // fresh memory is 0xff: nothing may be written behind the end
     for (size_t i = n; i < n + 8; i++) { untouched = untouched && isnan(got[i]); }
     got.resize(n);
@@ -182,10 +166,10 @@ static void bench_all(int kernel) {
     Device<float> grads(random_floats(n, 1, 1));
     Device<bf16> staging(n);
     char name[80];
-    snprintf(name, sizeof(name), "all_reduce_pack_kernel%d", kernel);
-    if (rank == 0) { bench(name, 6.0 * n, 0, [&] { pack(kernel, staging, grads, n, 0); }); }
-    snprintf(name, sizeof(name), "all_reduce_unpack_kernel%d", kernel);
-    if (rank == 0) { bench(name, 6.0 * n, 0, [&] { unpack(kernel, grads, staging, n, 0); }); }
+    snprintf(name, sizeof(name), "all_reduce_convert_kernel%d to bf16", kernel);
+    if (rank == 0) { bench(name, 6.0 * n, 0, [&] { convert<bf16, float>(kernel, staging, grads, n, 0); }); }
+    snprintf(name, sizeof(name), "all_reduce_convert_kernel%d to fp32", kernel);
+    if (rank == 0) { bench(name, 6.0 * n, 0, [&] { convert<float, bf16>(kernel, grads, staging, n, 0); }); }
     for (int as_bf16 = 0; as_bf16 < 2 && num_ranks > 1; as_bf16++) {
         const int runs = 20; // the same on all ranks, so not bench()
         double begin = 0;
