@@ -3263,12 +3263,6 @@ void rope_table(float* table, size_t T, int HD, double theta) {
     }
 }
 
-void* device_alloc(size_t bytes) {
-    void* p;
-    cudaCheck(cudaMalloc(&p, bytes > 0 ? bytes : 1));
-    return p;
-}
-
 void model_ranges(Model* model) {
     // neighbouring tensors that all decay, or all do not, are one range
     model->host_ranges = (ParamRange*)callocCheck(model->places.count, sizeof(ParamRange));
@@ -3299,12 +3293,6 @@ void model_create_acts(Model* model, bool training) {
     }
     // a dense layer has no tokens to count
     cudaCheck(cudaMemset(model->acts.tokens_per_expert, 0, c->num_hidden_layers * c->num_experts * sizeof(int)));
-}
-
-float* device_zeros(size_t count) {
-    float* p = (float*)device_alloc(count * sizeof(float));
-    cudaCheck(cudaMemset(p, 0, count * sizeof(float)));
-    return p;
 }
 
 void model_create_training(Model* model) {
@@ -3936,19 +3924,7 @@ void trainer_load(Trainer* t) {
     cudaCheck(cudaDeviceSynchronize());
     t->step = run->state.step;
     t->tokens = run->state.tokens;
-    // on several machines neither the newest checkpoint nor the data need be the same everywhere
-    const uint64_t mine[3] = {(uint64_t)t->step, run->data_hash, run->val_hash};
-    uint64_t of_rank0[3];
-    memcpy(of_rank0, mine, sizeof(mine));
-    multi_gpu_broadcast(&t->gpus, of_rank0, sizeof(of_rank0));
-    if (of_rank0[0] != mine[0]) {
-        fatal("rank 0 resumes step %llu, this rank step %llu: do all machines see the same --out?",
-              (unsigned long long)of_rank0[0], (unsigned long long)mine[0]);
-    }
-    if (memcmp(of_rank0, mine, sizeof(mine)) != 0) {
-        fatal("this rank sees other --%s than rank 0: do all machines have the same files?",
-              of_rank0[1] != mine[1] ? "train-data" : "val-data");
-    }
+    multi_gpu_check_same(&t->gpus, t->step, run->data_hash, run->val_hash);
     multi_gpu_barrier(&t->gpus); // nobody waits in an all-reduce for a rank that has a slow disk
 }
 
@@ -4163,14 +4139,6 @@ void router_log_summary(const Model* model, StepMetrics* m) {
 // ----------------------------------------------------------------------------
 // measuring and planning
 
-bool device_is_emulated(const MultiGpu* g) { return strncmp(g->properties.name, "emulated", 8) == 0; }
-
-uint64_t device_bytes_used(void) {
-    size_t free_bytes, total;
-    cudaCheck(cudaMemGetInfo(&free_bytes, &total));
-    return total - free_bytes;
-}
-
 size_t largest_bucket(const ParamTable* places, int L) {
     // elements of the largest part of the gradients that is averaged at once: the head, a layer, or the embedding
     size_t end = places->num_parameters, largest = 0;
@@ -4341,13 +4309,6 @@ int sample(Trainer* t) {
     return 0;
 }
 
-void print_launches(const Trainer* t) {
-    // of the last step: what --profile says beside the phases
-    double microbatches = (double)t->run.opt.grad_accum;
-    printf("a microbatch: %.1f kernel launches and matrix products, the host waited %.1f times\n",
-           (double)t->clock.launches / microbatches, (double)t->clock.waits / microbatches);
-}
-
 int train(Trainer* t) {
     // the loop: steps, and what is due after some of them; returns the exit code
     const Options* opt = &t->run.opt;
@@ -4385,8 +4346,10 @@ int train(Trainer* t) {
     step_metrics_free(&metrics);
     logger_close(&t->logger);
     if (opt->profile) {
+        double microbatches = (double)opt->grad_accum; // of the last step
         profiler_table(&t->profiler, stdout);
-        print_launches(t);
+        printf("a microbatch: %.1f kernel launches and matrix products, the host waited %.1f times\n",
+               (double)t->clock.launches / microbatches, (double)t->clock.waits / microbatches);
     }
     if (stop) { run_print_interrupted(&t->run, t->step); }
     return stop ? 130 : 0;
@@ -4408,13 +4371,6 @@ void print_setup(const Trainer* t) {
     run_print_setup(&t->run, machine);
 }
 
-void* pinned_alloc(size_t bytes) {
-    void* p;
-    cudaCheck(cudaMallocHost(&p, bytes));
-    return p;
-}
-void pinned_free(void* p) { cudaCheck(cudaFreeHost(p)); }
-
 void trainer_open(Trainer* t) {
     // everything on the device
     const Run* run = &t->run;
@@ -4426,7 +4382,7 @@ void trainer_open(Trainer* t) {
     size_t bucket = run->trains ? largest_bucket(&places, run->config.num_hidden_layers) : 8; // --eval adds up losses
     param_table_free(&places);
     multi_gpu_connect(&t->gpus, all_reduce_bucket, bucket, run->trains && strcmp(opt->allreduce_dtype, "bf16") == 0);
-    t->gemm_peak = run->trains && !device_is_emulated(&t->gpus) ? gemm_peak() : NAN;
+    t->gemm_peak = run->trains && !device_is_emulated(&t->gpus.properties) ? gemm_peak() : NAN;
     model_create(&t->model, &run->config, trainer_switches(opt), opt->generate ? 1 : (size_t)opt->batch_size,
                  (size_t)opt->seq_len, run->trains || opt->dump);
     if (run->samples) { decoder_create(&t->decoder, &t->model); }

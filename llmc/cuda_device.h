@@ -1,11 +1,13 @@
 // cuda_device.h: is there a GPU here, and can it run this very program? Each way in which it cannot has its own message
-// and names what to do instead.
+// and names what to do instead. And its memory.
 #ifndef LLMC_CUDA_DEVICE_H
 #define LLMC_CUDA_DEVICE_H
 
 #include "check.h"
 #include "cuda_check.h"
 #include <math.h>
+#include <stdint.h>
+#include <string.h>
 
 // The number of GPUs, at least 1.
 static inline int cuda_count_devices(void) {
@@ -50,6 +52,34 @@ template <class Kernel> inline cudaDeviceProp cuda_use_device(int device, Kernel
     cuda_check(status, "cudaFuncGetAttributes", __FILE__, __LINE__);
     return p;
 }
+
+static inline bool device_is_emulated(const cudaDeviceProp* p) { return strncmp(p->name, "emulated", 8) == 0; }
+
+static inline uint64_t device_bytes_used(void) {
+    size_t free_bytes, total;
+    cudaCheck(cudaMemGetInfo(&free_bytes, &total));
+    return total - free_bytes;
+}
+
+static inline void* device_alloc(size_t bytes) {
+    void* p;
+    cudaCheck(cudaMalloc(&p, bytes > 0 ? bytes : 1));
+    return p;
+}
+
+static inline float* device_zeros(size_t count) {
+    float* p = (float*)device_alloc(count * sizeof(float));
+    cudaCheck(cudaMemset(p, 0, count * sizeof(float)));
+    return p;
+}
+
+// Host memory that the GPU copies from by itself, while the host goes on.
+static inline void* pinned_alloc(size_t bytes) {
+    void* p;
+    cudaCheck(cudaMallocHost(&p, bytes));
+    return p;
+}
+static inline void pinned_free(void* p) { cudaCheck(cudaFreeHost(p)); }
 
 // dense bf16 FLOP/s with fp32 accumulation, by NVIDIA's data sheets; NAN: not in this table. (Data sheets like to
 // print the figure for sparse matrices, which is twice as large.) The first row that fits counts.

@@ -355,4 +355,20 @@ static inline void multi_gpu_close(MultiGpu* g) {
 }
 #endif
 
+// On several machines neither the newest checkpoint nor the data need be the same everywhere.
+static inline void multi_gpu_check_same(MultiGpu* g, int64_t step, uint64_t train_data, uint64_t val_data) {
+    const uint64_t mine[3] = {(uint64_t)step, train_data, val_data};
+    uint64_t of_rank0[3];
+    memcpy(of_rank0, mine, sizeof(mine));
+    multi_gpu_broadcast(g, of_rank0, sizeof(of_rank0));
+    if (of_rank0[0] != mine[0]) {
+        fatal("rank 0 resumes step %llu, this rank step %llu: do all machines see the same --out?",
+              (unsigned long long)of_rank0[0], (unsigned long long)mine[0]);
+    }
+    if (memcmp(of_rank0, mine, sizeof(mine)) != 0) {
+        fatal("this rank sees other --%s than rank 0: do all machines have the same files?",
+              of_rank0[1] != mine[1] ? "train-data" : "val-data");
+    }
+}
+
 #endif
