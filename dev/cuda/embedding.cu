@@ -120,9 +120,9 @@ void embedding_forward(bf16* out, const int* tokens, const bf16* embed_tokens, s
 // d_embed_tokens[token,:] += its rows of d_out
 // A warp owns a sorted position and 128 columns, 4 a lane. If a run begins there, it adds the run's rows in order: the
 // lanes look at the next 32 positions together, and 8 rows are on their way at once (without the launch bounds there
-// are no registers for so many); else it goes home. Bandwidth: 2*C bytes a token, 8*C a different token. The longest run
-// ends last: a comma may be a twentieth of 32,768 tokens, 1,600 rows or 200 times the wait for memory. That is 0.1 to
-// 0.2 ms where a microbatch takes 200, an estimate that no GPU has confirmed.
+// are no registers for so many); else it goes home. Bandwidth: 2*C bytes a token, 8*C a different token. The longest
+// run ends last: a comma may be a twentieth of 32,768 tokens, 1,600 rows or 200 times the wait for memory. That is 0.1
+// to 0.2 ms where a microbatch takes 200, an estimate that no GPU has confirmed.
 __global__ void __launch_bounds__(256, 4)
 embedding_backward_kernel3(float* d_embed_tokens, const bf16* d_out, const int* tokens, const int* token_order,
                            size_t N, int C, int pad_token) {

@@ -206,21 +206,29 @@ grouped_matmul_backward_weight_kernel2(float* d_weight, const bf16* d_out, const
 // version 3: the tile core. x is the fastest coordinate of the grid: blocks that share a tile's rows run at the same
 // time, and the rows come from memory once. Bound by the tensor cores, on Hopper by the issue slots of mma.sync.
 
-// out (R,OC) = inp (R,C) weight[e]^T. A block owns 128 rows x 128 columns, a thread 8 x 16 of them. Tile columns
-// are rows of weight, in the order that gives a thread 8 neighbours at a time to store, 16 bytes.
+// out (R,OC) = inp (R,C) weight[e]^T with weight[e] (OC,C), or, if not TRANSPOSED, inp weight[e] with weight[e] (C,OC):
+// forward, and the gradient of inp from that of out. A block owns 128 rows x 128 columns, a thread 8 x 16 of them, and
+// stores 8 neighbours at a time, 16 bytes. TRANSPOSED: tile columns are rows of weight, taken in the order that gives a
+// thread its neighbours. Otherwise they are columns, whose order is given, and the lanes of a quad exchange.
+template <bool TRANSPOSED>
 __global__ void __launch_bounds__(TILE_THREADS)
-grouped_matmul_forward_kernel3(bf16* out, const bf16* inp, const bf16* weight, const int4* tile_list, int C, int OC) {
+grouped_matmul_kernel3(bf16* out, const bf16* inp, const bf16* weight, const int4* tile_list, int C, int OC) {
     int4 tile = tile_list[blockIdx.y];
     if (tile.x < 0) { return; } // past the last tile
     int row0 = tile.y, end = tile.z, o0 = blockIdx.x * 128;
     const bf16* w = weight + (size_t)tile.x * OC * C;
     AlongK<128> left(inp, C, [&](int r) { return row0 + r < end ? inp + (size_t)(row0 + r) * C : NULL; });
-    AlongK<128> right(w, C, [&](int n) {
-        int o = o0 + n / 32 * 32 + tile_column_order(n % 32);
-        return o < OC ? w + (size_t)o * C : NULL;
-    });
     float acc[4][8][4];
-    matmul_tile<128>(acc, left, right, C);
+    if constexpr (TRANSPOSED) {
+        AlongK<128> right(w, C, [&](int n) {
+            int o = o0 + n / 32 * 32 + tile_column_order(n % 32);
+            return o < OC ? w + (size_t)o * C : NULL;
+        });
+        matmul_tile<128>(acc, left, right, C);
+    } else {
+        AcrossK<128, false> right(w, OC, o0, C, NULL);
+        matmul_tile<128>(acc, left, right, C);
+    }
     #pragma unroll
     for (int part = 0; part < 8; part++) {
         int r = row0 + tile_row(part);
@@ -229,33 +237,8 @@ grouped_matmul_forward_kernel3(bf16* out, const bf16* inp, const bf16* weight, c
             int o = o0 + tile_column<128>() + j * 8 + threadIdx.x % 4 * 8;
             float v[8];
             tile_take8(v, acc, part, j);
+            if constexpr (!TRANSPOSED) { quad_transpose(v); }
             if (r < end && o < OC) { store8(out + (size_t)r * OC + o, v); }
-        }
-    }
-}
-
-// d_inp (R,C) = d_out (R,OC) weight[e]. A block owns 128 rows x 128 columns. Tile columns are columns of weight here,
-// whose order is given: the lanes of a quad exchange before they store.
-__global__ void __launch_bounds__(TILE_THREADS)
-grouped_matmul_backward_inp_kernel3(bf16* d_inp, const bf16* d_out, const bf16* weight, const int4* tile_list, int C,
-                                    int OC) {
-    int4 tile = tile_list[blockIdx.y];
-    if (tile.x < 0) { return; } // past the last tile
-    int row0 = tile.y, end = tile.z, c0 = blockIdx.x * 128;
-    AlongK<128> left(d_out, OC, [&](int r) { return row0 + r < end ? d_out + (size_t)(row0 + r) * OC : NULL; });
-    AcrossK<128, false> right(weight + (size_t)tile.x * OC * C, C, c0, OC, NULL);
-    float acc[4][8][4];
-    matmul_tile<128>(acc, left, right, OC);
-    #pragma unroll
-    for (int part = 0; part < 8; part++) {
-        int r = row0 + tile_row(part);
-        #pragma unroll
-        for (int j = 0; j < 8; j += 4) {
-            int c = c0 + tile_column<128>() + j * 8 + threadIdx.x % 4 * 8;
-            float v[8];
-            tile_take8(v, acc, part, j);
-            quad_transpose(v);
-            if (r < end && c < C) { store8(d_inp + (size_t)r * C + c, v); }
         }
     }
 }
@@ -478,20 +461,13 @@ dim3 experts_grid(size_t columns, int block_columns, size_t R, size_t C, size_t 
     return dim3((unsigned)ceil_div(columns, block_columns), (unsigned)tiles);
 }
 
-void grouped_matmul_forward(bf16* out, const bf16* inp, const bf16* weight, Routing r, size_t R, size_t C, size_t OC,
-                            int E, cudaStream_t stream) {
-    // out (R,OC) = inp (R,C) weight[e]^T, weight is (E,OC,C)
-    grouped_matmul_forward_kernel3<<<experts_grid(OC, 128, R, C, OC, E), TILE_THREADS, tile_shared_bytes(128),
-                                     stream>>>(out, inp, weight, r.tile_list, (int)C, (int)OC);
-    launchCheck("grouped_matmul_forward");
-}
-
-void grouped_matmul_backward_inp(bf16* d_inp, const bf16* d_out, const bf16* weight, Routing r, size_t R, size_t C,
-                                 size_t OC, int E, cudaStream_t stream) {
-    // d_inp (R,C) = d_out (R,OC) weight[e]
-    grouped_matmul_backward_inp_kernel3<<<experts_grid(C, 128, R, C, OC, E), TILE_THREADS, tile_shared_bytes(128),
-                                          stream>>>(d_inp, d_out, weight, r.tile_list, (int)C, (int)OC);
-    launchCheck("grouped_matmul_backward_inp");
+template <bool TRANSPOSED>
+void grouped_matmul(bf16* out, const bf16* inp, const bf16* weight, Routing r, size_t R, size_t C, size_t OC, int E,
+                    cudaStream_t stream) {
+    // out (R,OC) = inp (R,C) weight[e]^T, weight (E,OC,C); if not TRANSPOSED inp weight[e], weight (E,C,OC)
+    grouped_matmul_kernel3<TRANSPOSED><<<experts_grid(OC, 128, R, C, OC, E), TILE_THREADS, tile_shared_bytes(128),
+                                         stream>>>(out, inp, weight, r.tile_list, (int)C, (int)OC);
+    launchCheck("grouped_matmul_kernel3");
 }
 
 template <int COLS, bool GATHER_OUT, bool GATHER_INP>
@@ -521,7 +497,7 @@ void experts_forward(bf16* expert_out, bf16* gate_up, bf16* expert_act, const bf
     // Backward needs gate_up (R,2F) only
     if (R == 0) { return; }
     experts_gate_up(gate_up, expert_act, inp, gate_up_proj, r, R, C, F, E, stream);
-    grouped_matmul_forward(expert_out, expert_act, down_proj, r, R, F, C, E, stream);
+    grouped_matmul<true>(expert_out, expert_act, down_proj, r, R, F, C, E, stream);
 }
 
 int experts_num_partials(size_t F) {
@@ -551,7 +527,7 @@ void experts_backward(bf16* d_expert_in, float* d_gate_up_proj, float* d_down_pr
                           stream);
     grouped_matmul_backward_weight<64, true, false>(d_down_proj, d_out, expert_act, r, F, C, E, stream);
     grouped_matmul_backward_weight<128, false, true>(d_gate_up_proj, gate_up, inp, r, C, 2 * F, E, stream);
-    grouped_matmul_backward_inp(d_expert_in, gate_up, gate_up_proj, r, R, C, 2 * F, E, stream);
+    grouped_matmul<false>(d_expert_in, gate_up, gate_up_proj, r, R, 2 * F, C, E, stream);
 }
 
 void experts_loop_forward(bf16* expert_out, bf16* gate_up, bf16* expert_act, bf16* expert_in, int* host_offsets,
@@ -701,7 +677,7 @@ void product_forward(int kernel, bf16* out, const bf16* inp, const bf16* weight,
         grouped_matmul_forward_kernel2<<<tiles, SIMPLE_THREADS>>>(out, inp, weight, d.routing.tile_list, (int)C,
                                                                   (int)OC);
     } else {
-        grouped_matmul_forward(out, inp, weight, d.routing, l.R, C, OC, l.E, 0);
+        grouped_matmul<true>(out, inp, weight, d.routing, l.R, C, OC, l.E, 0);
     }
     launchCheck("grouped_matmul_forward");
 }
@@ -723,7 +699,7 @@ void product_backward_inp(int kernel, bf16* d_inp, const bf16* d_out, const bf16
         grouped_matmul_backward_inp_kernel2<<<experts_grid(C, SIMPLE_COLS, l.R, C, OC, l.E), SIMPLE_THREADS>>>(
             d_inp, d_out, weight, d.routing.tile_list, (int)C, (int)OC);
     } else {
-        grouped_matmul_backward_inp(d_inp, d_out, weight, d.routing, l.R, C, OC, l.E, 0);
+        grouped_matmul<false>(d_inp, d_out, weight, d.routing, l.R, OC, C, l.E, 0);
     }
     launchCheck("grouped_matmul_backward_inp");
 }
