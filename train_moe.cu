@@ -132,13 +132,15 @@ MoEConfig config_padded(const MoEConfig* c) {
 // ----------------------------------------------------------------------------
 // Tensors: the activations that forward keeps for backward, and backward's own buffers. C, F and V are padded here.
 
+const int TILE_ROWS = 128; // of a tile of the experts' products
+
 typedef struct {              // where the tokens of one MoE layer go
     int* tokens_per_expert;   // (E)
     int* expert_offsets;      // (E+1) expert e owns rows expert_offsets[e] .. expert_offsets[e+1]
     int* row_slot;            // (R)   row -> slot n*K+k
     int* slot_row;            // (N, K) slot -> row
     int* row_token;           // (R)   row -> token n
-    int4* tile_list;          // (R/128 + E) tiles of up to 128 rows of one expert: {expert, first row, end row, 0}
+    int4* tile_list;          // (R/TILE_ROWS + E) {expert, first row, end row, 0}; {-1,0,0,0} past the last
 } Routing;
 
 typedef struct {
@@ -2056,7 +2058,6 @@ void router_sums_add(double* sums, const double* aux_loss, const double* stats, 
 // no token is dropped and no expert has a capacity (dropless, MegaBlocks: Gale et al. 2022). Nothing is scattered: each
 // output has one owner that gathers what belongs to it, in one order.
 
-const int EXPERT_TILE_ROWS = 128; // of a tile of tile_list
 const int ROUTE_MAX_EXPERTS = 1024;
 const int ROUTE_WARPS = 8, ROUTE_CHUNK_SLOTS = 2048; // of a block; each warp has an eighth of the chunk's slots
 
@@ -2075,19 +2076,8 @@ __device__ inline int route_scan_in_place(int* x, int count) {
     return total;
 }
 
-// next (E) += the number of slots begin..end that chose each expert, by one warp. Of the lanes with the same expert the
-// first adds for all: no two lanes touch the same counter, so no atomics are needed.
-__device__ inline void route_count_warp(int* next, const int* router_indices, int begin, int end) {
-    int lane = threadIdx.x % 32;
-    for (int first = begin; first < end; first += 32) {
-        int slot = first + lane, e = slot < end ? router_indices[slot] : -1;
-        unsigned peers = __match_any_sync(0xffffffff, e);
-        if (e >= 0 && lane == __ffs(peers) - 1) { next[e] += __popc(peers); }
-        __syncwarp(); // the counters of these 32 slots are written
-    }
-}
-
-// Rows for the slots begin..end, by one warp: next (E) is the row of its next slot of each expert.
+// Rows for the slots begin..end, by one warp: next (E) is the row of its next slot of each expert. Of the lanes with
+// the same expert the first moves the row on for all.
 __device__ inline void route_place_warp(Routing r, int* next, const int* router_indices, int begin, int end, int K) {
     int lane = threadIdx.x % 32;
     for (int first = begin; first < end; first += 32) {
@@ -2133,7 +2123,7 @@ __global__ void __launch_bounds__(1024) route_scan_kernel3(Routing r, int* chunk
         if (lane == 0) {
             r.tokens_per_expert[e] = total;
             first_row[e] = total;
-            first_tile[e] = (int)ceil_div(total, EXPERT_TILE_ROWS);
+            first_tile[e] = (int)ceil_div(total, TILE_ROWS);
         }
     }
     __syncthreads(); // the counts of all experts are there
@@ -2146,8 +2136,8 @@ __global__ void __launch_bounds__(1024) route_scan_kernel3(Routing r, int* chunk
     for (int e = threadIdx.x; e <= E; e += blockDim.x) { r.expert_offsets[e] = first_row[e]; }
     for (int e = warp; e < E; e += 32) {
         for (int tile = first_tile[e] + lane; tile < first_tile[e + 1]; tile += 32) {
-            int row = first_row[e] + (tile - first_tile[e]) * EXPERT_TILE_ROWS;
-            r.tile_list[tile] = make_int4(e, row, min(row + EXPERT_TILE_ROWS, first_row[e + 1]), 0);
+            int row = first_row[e] + (tile - first_tile[e]) * TILE_ROWS;
+            r.tile_list[tile] = make_int4(e, row, min(row + TILE_ROWS, first_row[e + 1]), 0);
         }
     }
     for (int tile = first_tile[E] + threadIdx.x; tile < tiles; tile += blockDim.x) {
@@ -2166,7 +2156,9 @@ route_place_kernel3(Routing r, const int* chunk_counts, const int* router_indice
     __syncthreads(); // the counters are zero
     int share = ROUTE_CHUNK_SLOTS / ROUTE_WARPS, begin = blockIdx.x * ROUTE_CHUNK_SLOTS + warp * share;
     int end = min(begin + share, slots);
-    route_count_warp(next + warp * E, router_indices, begin, end);
+    for (int slot = begin + threadIdx.x % 32; slot < end; slot += 32) {
+        atomicAdd(&next[warp * E + router_indices[slot]], 1);
+    }
     __syncthreads(); // the counts of all warps are there
     for (int e = threadIdx.x; e < E; e += blockDim.x) {
         int row = r.expert_offsets[e] + chunk_counts[(size_t)e * gridDim.x + blockIdx.x];
@@ -2188,7 +2180,7 @@ void route_rows(Routing r, int* chunk_counts, const int* router_indices, size_t 
     size_t slots = N * K;
     if (E < 1 || E > ROUTE_MAX_EXPERTS) { fatal("route_rows: experts must be 1 to %d, is %d", ROUTE_MAX_EXPERTS, E); }
     if (slots > INT_MAX / 2) { fatal("route_rows: tokens * experts per token must be at most 2^30, is %zu", slots); }
-    int chunks = (int)ceil_div(slots, ROUTE_CHUNK_SLOTS), tiles = (int)(slots / EXPERT_TILE_ROWS + E);
+    int chunks = (int)ceil_div(slots, ROUTE_CHUNK_SLOTS), tiles = (int)(slots / TILE_ROWS + E);
     if (slots > 0) {
         route_count_kernel3<<<chunks, 32 * ROUTE_WARPS, E * sizeof(int), stream>>>(chunk_counts, router_indices,
                                                                                    (int)slots, E);
@@ -2443,10 +2435,7 @@ void mlp_backward(bf16* d_inp, float* d_gate_up_proj, float* d_down_proj, bf16* 
 // What lies beyond an edge is copied as zeros (cpa16 reads nothing then), in both operands: 0 times whatever was there
 // could be NaN.
 
-constexpr int TILE_ROWS = 128;
-constexpr int TILE_STEP = 32;
-constexpr int TILE_STAGES = 3;
-constexpr int TILE_THREADS = 128;
+const int TILE_STEP = 32, TILE_STAGES = 3, TILE_THREADS = 128;
 
 // Tile row r of the operand is a row of memory, from wherever the kernel says: a gather costs nothing here.
 //
@@ -2560,40 +2549,27 @@ __device__ inline int tile_row(int part) {
 }
 template <int COLS> __device__ inline int tile_column() { return threadIdx.x / 64 * (COLS / 2); }
 
-// acc = left operand times right operand, sum of `length` products each. One barrier a step.
+// acc += left operand times right operand, sum of `length` products each. One barrier a step.
 template <int COLS, class Left, class Right>
 __device__ inline void matmul_tile(float (&acc)[4][COLS / 16][4], Left& left, Right& right, int length) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     constexpr int LEFT_SIZE = TILE_ROWS * TILE_STEP, STAGE_SIZE = LEFT_SIZE + COLS * TILE_STEP;
-    bf16* stages = (bf16*)shared_bytes;
     int warp_row = threadIdx.x / 32 % 2 * 64, warp_column = tile_column<COLS>();
     int steps = (length + TILE_STEP - 1) / TILE_STEP;
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        #pragma unroll
-        for (int j = 0; j < COLS / 16; j++) {
-            #pragma unroll
-            for (int q = 0; q < 4; q++) { acc[i][j][q] = 0; }
-        }
-    }
-    for (int s = 0; s < TILE_STAGES - 1; s++) {
-        if (s < steps) {
-            left.load(stages + s * STAGE_SIZE, s * TILE_STEP);
-            right.load(stages + s * STAGE_SIZE + LEFT_SIZE, s * TILE_STEP);
+    auto stage_of = [&](int step) { return (bf16*)shared_bytes + step % TILE_STAGES * STAGE_SIZE; };
+    auto load_step = [&](int step) {
+        if (step < steps) {
+            left.load(stage_of(step), step * TILE_STEP);
+            right.load(stage_of(step) + LEFT_SIZE, step * TILE_STEP);
         }
         cpa_commit(); // an empty group too: cpa_wait counts them
-    }
-    int use = 0, fill = TILE_STAGES - 1;
-    for (int s = 0; s < steps; s++) {
+    };
+    for (int step = 0; step < TILE_STAGES - 1; step++) { load_step(step); }
+    for (int step = 0; step < steps; step++) {
         cpa_wait<TILE_STAGES - 2>();
-        __syncthreads(); // step s has landed for all threads, and all are done with step s-1, whose stage is filled now
-        int ahead = s + TILE_STAGES - 1;
-        if (ahead < steps) {
-            left.load(stages + fill * STAGE_SIZE, ahead * TILE_STEP);
-            right.load(stages + fill * STAGE_SIZE + LEFT_SIZE, ahead * TILE_STEP);
-        }
-        cpa_commit();
-        bf16 *left_tile = stages + use * STAGE_SIZE, *right_tile = left_tile + LEFT_SIZE;
+        __syncthreads(); // this step has landed for all threads; all are done with the one before: its stage is free
+        load_step(step + TILE_STAGES - 1);
+        bf16 *left_tile = stage_of(step), *right_tile = left_tile + LEFT_SIZE;
         #pragma unroll
         for (int k = 0; k < TILE_STEP; k += 16) {
             uint32_t a[4][4];
@@ -2611,8 +2587,6 @@ __device__ inline void matmul_tile(float (&acc)[4][COLS / 16][4], Left& left, Ri
                 }
             }
         }
-        use = use + 1 == TILE_STAGES ? 0 : use + 1;
-        fill = fill + 1 == TILE_STAGES ? 0 : fill + 1;
     }
 }
 
@@ -2683,7 +2657,7 @@ experts_gate_up_forward_kernel5(bf16* gate_up, bf16* expert_act, const bf16* inp
         int f = f0 + n / 64 * 32 + tile_column_order(n % 32), is_up = n / 32 % 2;
         return f < F ? w + (size_t)(is_up * F + f) * C : NULL;
     });
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     matmul_tile<128>(acc, left, right, C);
     int f = f0 + (int)threadIdx.x / 64 * 32 + (int)threadIdx.x % 4 * 8;
     #pragma unroll
@@ -2727,7 +2701,7 @@ grouped_matmul_kernel3(bf16* out, const bf16* inp, const bf16* weight, const int
     int row0 = tile.y, end = tile.z, o0 = blockIdx.x * 128;
     const bf16* w = weight + (size_t)tile.x * OC * C;
     AlongK<128> left(inp, C, [&](int r) { return row0 + r < end ? inp + (size_t)(row0 + r) * C : NULL; });
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     if constexpr (TRANSPOSED) {
         AlongK<128> right(w, C, [&](int n) {
             int o = o0 + n / 32 * 32 + tile_column_order(n % 32);
@@ -2787,7 +2761,7 @@ experts_down_backward_kernel5(bf16* gate_up, bf16* expert_act, float* router_par
     int row0 = tile.y, end = tile.z, f0 = blockIdx.x * 128;
     AlongK<128> left(d_out, C, [&](int r) { return row0 + r < end ? d_out + (size_t)row_token[row0 + r] * C : NULL; });
     AcrossK<128, false> right(down_proj + (size_t)tile.x * C * F, F, f0, C, NULL);
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     matmul_tile<128>(acc, left, right, C);
     #pragma unroll
     for (int part = 0; part < 8; part++) {
@@ -2830,16 +2804,6 @@ int experts_num_partials(size_t F) {
     return (int)(2 * ceil_div(F, 128));
 }
 
-void experts_down_backward(bf16* gate_up, bf16* expert_act, float* router_partials, const bf16* d_out,
-                           const bf16* down_proj, const float* router_weights, Routing r, size_t R, size_t C, size_t F,
-                           int E, cudaStream_t stream) {
-    // gate_up = its gradient; expert_act = router weight * act; router_partials (experts_num_partials(F), R) =
-    experts_down_backward_kernel5<<<experts_grid(F, 128, R, C, F, E), TILE_THREADS, tile_shared_bytes(128), stream>>>(
-        gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r.row_slot, r.row_token, r.tile_list, R,
-        (int)C, (int)F);
-    launchCheck("experts_down_backward_kernel5");
-}
-
 // d_weight[e] (OC,C) += d_out^T inp over the rows of expert e. With GATHER_OUT, GATHER_INP that operand has a row for
 // each token and is read by row_token, else it has a row for each routed row. A block owns 128 x COLS (64 where 128
 // would leave too few blocks to fill the card) and sums all rows of e in one order; no other block touches its part.
@@ -2853,7 +2817,7 @@ grouped_matmul_backward_weight_kernel4(float* d_weight, const bf16* d_out, const
     if (rows == 0) { return; } // nothing to add
     AcrossK<TILE_ROWS, GATHER_OUT> left(GATHER_OUT ? d_out : d_out + (size_t)row0 * OC, OC, o0, rows, row_token + row0);
     AcrossK<COLS, GATHER_INP> right(GATHER_INP ? inp : inp + (size_t)row0 * C, C, c0, rows, row_token + row0);
-    float acc[4][COLS / 16][4];
+    float acc[4][COLS / 16][4] = {};
     matmul_tile<COLS>(acc, left, right, rows);
     #pragma unroll
     for (int part = 0; part < 8; part++) {
@@ -2891,8 +2855,10 @@ void experts_backward(bf16* d_expert_in, float* d_gate_up_proj, float* d_down_pr
     // is the gradient of the combined output. gate_up comes in as forward left it and goes out as its gradient;
     // expert_act is scratch
     if (R == 0) { return; }
-    experts_down_backward(gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r, R, C, F, E,
-                          stream);
+    experts_down_backward_kernel5<<<experts_grid(F, 128, R, C, F, E), TILE_THREADS, tile_shared_bytes(128), stream>>>(
+        gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r.row_slot, r.row_token, r.tile_list, R,
+        (int)C, (int)F);
+    launchCheck("experts_down_backward_kernel5");
     grouped_matmul_backward_weight<64, true, false>(d_down_proj, d_out, expert_act, r, F, C, E, stream);
     grouped_matmul_backward_weight<128, false, true>(d_gate_up_proj, gate_up, inp, r, C, 2 * F, E, stream);
     grouped_matmul<false>(d_expert_in, gate_up, gate_up_proj, r, R, 2 * F, C, E, stream);
@@ -3429,7 +3395,7 @@ void routing_layout(Routing* r, Arena* mem, size_t N, int E, int K) {
     r->row_slot = take_int(mem, R);
     r->slot_row = take_int(mem, R);
     r->row_token = take_int(mem, R);
-    r->tile_list = (int4*)arena_take(mem, R / 128 + E, sizeof(int4));
+    r->tile_list = (int4*)arena_take(mem, R / TILE_ROWS + E, sizeof(int4));
 }
 
 void layer_acts_layout(LayerActs* a, Arena* mem, const MoEConfig* c, const Switches* s, int l, size_t B, size_t T) {

@@ -218,7 +218,7 @@ grouped_matmul_kernel3(bf16* out, const bf16* inp, const bf16* weight, const int
     int row0 = tile.y, end = tile.z, o0 = blockIdx.x * 128;
     const bf16* w = weight + (size_t)tile.x * OC * C;
     AlongK<128> left(inp, C, [&](int r) { return row0 + r < end ? inp + (size_t)(row0 + r) * C : NULL; });
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     if constexpr (TRANSPOSED) {
         AlongK<128> right(w, C, [&](int n) {
             int o = o0 + n / 32 * 32 + tile_column_order(n % 32);
@@ -252,7 +252,7 @@ grouped_matmul_backward_weight_kernel3(float* d_weight, const bf16* d_out, const
     if (rows == 0) { return; } // nothing to add
     AcrossK<128, false> left(d_out + (size_t)row0 * OC, OC, o0, rows, NULL);
     AcrossK<128, false> right(inp + (size_t)row0 * C, C, c0, rows, NULL);
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     matmul_tile<128>(acc, left, right, rows);
     #pragma unroll
     for (int part = 0; part < 8; part++) {
@@ -287,7 +287,7 @@ grouped_matmul_gathered_forward_kernel4(bf16* out, const bf16* inp, const bf16* 
         int o = o0 + n / 32 * 32 + tile_column_order(n % 32);
         return o < OC ? w + (size_t)o * C : NULL;
     });
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     matmul_tile<128>(acc, left, right, C);
     #pragma unroll
     for (int part = 0; part < 8; part++) {
@@ -315,7 +315,7 @@ grouped_matmul_backward_weight_kernel4(float* d_weight, const bf16* d_out, const
     if (rows == 0) { return; } // nothing to add
     AcrossK<TILE_ROWS, GATHER_OUT> left(GATHER_OUT ? d_out : d_out + (size_t)row0 * OC, OC, o0, rows, row_token + row0);
     AcrossK<COLS, GATHER_INP> right(GATHER_INP ? inp : inp + (size_t)row0 * C, C, c0, rows, row_token + row0);
-    float acc[4][COLS / 16][4];
+    float acc[4][COLS / 16][4] = {};
     matmul_tile<COLS>(acc, left, right, rows);
     #pragma unroll
     for (int part = 0; part < 8; part++) {
@@ -352,7 +352,7 @@ experts_gate_up_forward_kernel5(bf16* gate_up, bf16* expert_act, const bf16* inp
         int f = f0 + n / 64 * 32 + tile_column_order(n % 32), is_up = n / 32 % 2;
         return f < F ? w + (size_t)(is_up * F + f) * C : NULL;
     });
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     matmul_tile<128>(acc, left, right, C);
     int f = f0 + (int)threadIdx.x / 64 * 32 + (int)threadIdx.x % 4 * 8;
     #pragma unroll
@@ -392,7 +392,7 @@ experts_down_backward_kernel5(bf16* gate_up, bf16* expert_act, float* router_par
     int row0 = tile.y, end = tile.z, f0 = blockIdx.x * 128;
     AlongK<128> left(d_out, C, [&](int r) { return row0 + r < end ? d_out + (size_t)row_token[row0 + r] * C : NULL; });
     AcrossK<128, false> right(down_proj + (size_t)tile.x * C * F, F, f0, C, NULL);
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     matmul_tile<128>(acc, left, right, C);
     #pragma unroll
     for (int part = 0; part < 8; part++) {
@@ -505,16 +505,6 @@ int experts_num_partials(size_t F) {
     return (int)(2 * ceil_div(F, 128));
 }
 
-void experts_down_backward(bf16* gate_up, bf16* expert_act, float* router_partials, const bf16* d_out,
-                           const bf16* down_proj, const float* router_weights, Routing r, size_t R, size_t C, size_t F,
-                           int E, cudaStream_t stream) {
-    // gate_up = its gradient; expert_act = router weight * act; router_partials (experts_num_partials(F), R) =
-    experts_down_backward_kernel5<<<experts_grid(F, 128, R, C, F, E), TILE_THREADS, tile_shared_bytes(128), stream>>>(
-        gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r.row_slot, r.row_token, r.tile_list, R,
-        (int)C, (int)F);
-    launchCheck("experts_down_backward");
-}
-
 void experts_backward(bf16* d_expert_in, float* d_gate_up_proj, float* d_down_proj, float* router_partials,
                       bf16* gate_up, bf16* expert_act, const bf16* d_out, const bf16* inp, const bf16* gate_up_proj,
                       const bf16* down_proj, const float* router_weights, Routing r, size_t R, size_t C, size_t F,
@@ -523,8 +513,10 @@ void experts_backward(bf16* d_expert_in, float* d_gate_up_proj, float* d_down_pr
     // is the gradient of the combined output. gate_up comes in as forward left it and goes out as its gradient;
     // expert_act is scratch
     if (R == 0) { return; }
-    experts_down_backward(gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r, R, C, F, E,
-                          stream);
+    experts_down_backward_kernel5<<<experts_grid(F, 128, R, C, F, E), TILE_THREADS, tile_shared_bytes(128), stream>>>(
+        gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r.row_slot, r.row_token, r.tile_list, R,
+        (int)C, (int)F);
+    launchCheck("experts_down_backward_kernel5");
     grouped_matmul_backward_weight<64, true, false>(d_down_proj, d_out, expert_act, r, F, C, E, stream);
     grouped_matmul_backward_weight<128, false, true>(d_gate_up_proj, gate_up, inp, r, C, 2 * F, E, stream);
     grouped_matmul<false>(d_expert_in, gate_up, gate_up_proj, r, R, 2 * F, C, E, stream);
@@ -1010,8 +1002,10 @@ void bench_products(int kernel, const Layer& l, DeviceLayer& d) {
           [&] { product_forward(kernel, d.expert_out, d.expert_act, d.down_proj, l, d, F, C); });
     bench(title("d_act"), 0, flops, [&] {
         if (kernel == 5) { // overwrites gate_up with its gradient, again and again: wrong numbers, right time
-            experts_down_backward(d.gate_up, d.expert_act, d.router_partials, d.d_out, d.down_proj, d.router_weights,
-                                  d.routing, R, C, F, l.E, 0);
+            experts_down_backward_kernel5<<<experts_grid(F, 128, R, C, F, l.E), TILE_THREADS, tile_shared_bytes(128)>>>(
+                d.gate_up.data, d.expert_act.data, d.router_partials.data, d.d_out.data, d.down_proj.data,
+                d.router_weights.data, d.routing.row_slot, d.routing.row_token, d.routing.tile_list, R, (int)C, (int)F);
+            launchCheck("experts_down_backward_kernel5");
         } else {
             product_backward_inp(kernel, d.d_act, d.d_expert_out, d.down_proj, l, d, F, C);
         }
