@@ -263,9 +263,7 @@ grouped_matmul_backward_weight_kernel3(float* d_weight, const bf16* d_out, const
             if (o >= OC || c >= C) { continue; }
             float2* p = (float2*)(d_weight + ((size_t)e * OC + o) * C + c);
             float2 sum = *p;
-            sum.x += acc[part / 2][j][part % 2 * 2];
-            sum.y += acc[part / 2][j][part % 2 * 2 + 1];
-            *p = sum;
+            *p = make_float2(sum.x + acc[part / 2][j][part % 2 * 2], sum.y + acc[part / 2][j][part % 2 * 2 + 1]);
         }
     }
 }
@@ -326,9 +324,7 @@ grouped_matmul_backward_weight_kernel4(float* d_weight, const bf16* d_out, const
             if (o >= OC || c >= C) { continue; }
             float2* p = (float2*)(d_weight + ((size_t)e * OC + o) * C + c);
             float2 sum = *p;
-            sum.x += acc[part / 2][j][part % 2 * 2];
-            sum.y += acc[part / 2][j][part % 2 * 2 + 1];
-            *p = sum;
+            *p = make_float2(sum.x + acc[part / 2][j][part % 2 * 2], sum.y + acc[part / 2][j][part % 2 * 2 + 1]);
         }
     }
 }
