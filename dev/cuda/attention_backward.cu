@@ -411,8 +411,8 @@ void attention_flash_backward(bf16* d_q, bf16* d_k, bf16* d_v, float* delta, con
     attention_dispatch(s.HD, [&](auto padded) {
         // keys or queries of a block, and how many of the other kind it has in shared memory at a time
         constexpr int D = decltype(padded)::value, keys = D <= 64 ? 64 : 128, queries = 64, tile = D <= 64 ? 64 : 32;
-        auto dkdv = attention_backward_dkdv_kernel3<D, keys, tile, D <= 64 ? 32 : 16, D <= 32 ? 3 : D <= 64 ? 2 : 1>;
-        auto dq = attention_backward_dq_kernel3<D, queries, tile, 32, D <= 32 ? 4 : D <= 64 ? 3 : 2>;
+        constexpr int MIN_BLOCKS = D <= 32 ? 3 : D <= 64 ? 2 : 1; // on an SM; of dq one more
+        auto dkdv = attention_backward_dkdv_kernel3<D, keys, tile, D <= 64 ? 32 : 16, MIN_BLOCKS>;
         size_t dq_bytes = 4 * tile * D * sizeof(bf16), dkdv_bytes = dq_bytes + 4 * tile * sizeof(float);
         if (D > 64) { // its keys and values stay in shared memory: 96.5 KiB
             dkdv_bytes += 2 * keys * D * sizeof(bf16);
@@ -421,8 +421,9 @@ void attention_flash_backward(bf16* d_q, bf16* d_k, bf16* d_v, float* delta, con
         dkdv<<<dim3(ceil_div(s.T, keys), s.NKV, s.B), keys * 2, dkdv_bytes, stream>>>(d_k, d_v, d_out, lse, delta, q, k,
                                                                                       v, doc_start, doc_end, s);
         launchCheck("attention_backward_dkdv_kernel3");
-        dq<<<dim3(ceil_div(s.T, queries), s.NH, s.B), queries * 2, dq_bytes, stream>>>(d_q, d_out, lse, delta, q, k, v,
-                                                                                       doc_start, s);
+        dim3 dq_grid(ceil_div(s.T, queries), s.NH, s.B);
+        attention_backward_dq_kernel3<D, queries, tile, 32, MIN_BLOCKS + 1>
+            <<<dq_grid, queries * 2, dq_bytes, stream>>>(d_q, d_out, lse, delta, q, k, v, doc_start, s);
         launchCheck("attention_backward_dq_kernel3");
     });
 }
@@ -461,9 +462,9 @@ void other_tiles(bf16* d_q, bf16* d_k, bf16* d_v, float* delta, const bf16* d_ou
         dkdv<<<dim3(ceil_div(s.T, 64), s.NKV, s.B), 128, bytes>>>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start,
                                                                   doc_end, s);
         launchCheck("attention_backward_dkdv_kernel3");
-        attention_backward_dq_kernel3<D, 64, 32, 16, 1><<<dim3(ceil_div(s.T, 64), s.NH, s.B), 128,
-                                                          4 * 32 * D * sizeof(bf16)>>>(d_q, d_out, lse, delta, q, k, v,
-                                                                                       doc_start, s);
+        auto dq = attention_backward_dq_kernel3<D, 64, 32, 16, 1>;
+        dq<<<dim3(ceil_div(s.T, 64), s.NH, s.B), 128, 4 * 32 * D * sizeof(bf16)>>>(d_q, d_out, lse, delta, q, k, v,
+                                                                                   doc_start, s);
         launchCheck("attention_backward_dq_kernel3");
     });
 }

@@ -280,9 +280,11 @@ void attention_flash_forward(bf16* out, float* lse, const bf16* q, const bf16* k
     }
     attention_dispatch(s.HD, [&](auto padded) {
         constexpr int D = decltype(padded)::value, Br = 64, Bc = D <= 64 ? 64 : 32;
-        auto kernel = attention_forward_kernel4<D, Br, Bc, D <= 16 ? 4 : D <= 64 ? 3 : 2>;
+        constexpr int MIN_BLOCKS = D <= 16 ? 4 : D <= 64 ? 3 : 2;
+        dim3 grid(ceil_div(s.T, Br), s.NH, s.B);
         size_t bytes = 4 * Bc * D * sizeof(bf16); // at most 32 KiB
-        kernel<<<dim3(ceil_div(s.T, Br), s.NH, s.B), Br * 2, bytes, stream>>>(out, lse, q, k, v, doc_start, s);
+        attention_forward_kernel4<D, Br, Bc, MIN_BLOCKS>
+            <<<grid, Br * 2, bytes, stream>>>(out, lse, q, k, v, doc_start, s);
         launchCheck("attention_forward_kernel4");
     });
 }
