@@ -129,13 +129,15 @@ MoEConfig config_padded(const MoEConfig* c) {
 // ----------------------------------------------------------------------------
 // Tensors: the activations that forward keeps for backward, and backward's own buffers. C, F and V are padded here.
 
+const int TILE_ROWS = 128; // of a tile of the experts' products
+
 typedef struct {              // where the tokens of one MoE layer go
     int* tokens_per_expert;   // (E)
     int* expert_offsets;      // (E+1) expert e owns rows expert_offsets[e] .. expert_offsets[e+1]
     int* row_slot;            // (R)   row -> slot n*K+k
     int* slot_row;            // (N, K) slot -> row
     int* row_token;           // (R)   row -> token n
-    int4* tile_list;          // (R/128 + E) tiles of up to 128 rows of one expert: {expert, first row, end row, 0}
+    int4* tile_list;          // (R/TILE_ROWS + E) {expert, first row, end row, 0}; {-1,0,0,0} past the last
 } Routing;
 
 typedef struct {
@@ -336,95 +338,51 @@ void embedding_forward(bf16* out, const int* tokens, const bf16* embed_tokens, s
 
 // Several tokens of a batch may be the same, and then their gradients belong to one row. The loader has sorted the
 // positions by token (token_order), so equal tokens are neighbours, a *run*, and each run has one owner, which adds in
-// a fixed order.
-enum { LONG_RUN = 32, RUN_COLUMNS = 128, RUN_GROUPS = 16 };
-
-// 4 floats += 4 bf16, 8-byte aligned
-__device__ inline void add4(float4& sum, const bf16* p) {
-    uint2 bits = *(const uint2*)p;
-    sum.x += __uint_as_float(bits.x << 16);
-    sum.y += __uint_as_float(bits.x & 0xffff0000u);
-    sum.z += __uint_as_float(bits.y << 16);
-    sum.w += __uint_as_float(bits.y & 0xffff0000u);
-}
-
-// Runs of fewer than LONG_RUN equal tokens: nearly all tokens of a batch. d_embed_tokens[token,:] += its rows of d_out.
-// A warp owns a sorted position and goes home at once where no run begins, or a long one. The lanes look at the next 32
-// positions together; then a lane owns 4 columns of every 128. Bandwidth: 2*C bytes a token, 8*C a different token.
-__global__ void embedding_backward_kernel3(float* d_embed_tokens, const bf16* d_out, const int* tokens,
-                                           const int* token_order, size_t N, int C, int pad_token) {
+// a fixed order: d_embed_tokens[token,:] += its rows of d_out.
+// A warp owns a sorted position and 128 columns, 4 a lane. If a run begins there, it adds the run's rows in order: the
+// lanes look at the next 32 positions together, and 8 rows are on their way at once (without the launch bounds there
+// are no registers for so many); else it goes home. Bandwidth: 2*C bytes a token, 8*C a different token. The longest
+// run ends last: a comma may be a twentieth of 32,768 tokens, 1,600 rows or 200 times the wait for memory. That is 0.1
+// to 0.2 ms where a microbatch takes 200, an estimate that no GPU has confirmed.
+__global__ void __launch_bounds__(256, 4)
+embedding_backward_kernel3(float* d_embed_tokens, const bf16* d_out, const int* tokens, const int* token_order,
+                           size_t N, int C, int pad_token) {
     size_t i = blockIdx.x * (size_t)(blockDim.x / 32) + threadIdx.x / 32;
     if (i >= N) { return; }
-    int lane = threadIdx.x % 32, token = tokens[token_order[i]];
+    int lane = threadIdx.x % 32, c = blockIdx.y * 128 + lane * 4, token = tokens[token_order[i]];
     if (token == pad_token || (i > 0 && tokens[token_order[i - 1]] == token)) { return; }
-    bool equal = i + lane < N && tokens[token_order[i + lane]] == token;
-    int length = __popc(__ballot_sync(0xffffffff, equal));
-    if (length == LONG_RUN) { return; }
-    float* row = d_embed_tokens + (size_t)token * C;
-    for (int c = lane * 4; c < C; c += 32 * 4) {
-        float4 sum = *(float4*)(row + c);
-        for (int j = 0; j < length; j++) { add4(sum, d_out + (size_t)token_order[i + j] * C + c); }
-        *(float4*)(row + c) = sum;
-    }
-}
-
-// Runs of LONG_RUN and more: a comma may be a twentieth of a batch, and one warp would still add when all others are
-// done. Each such run contains multiples of LONG_RUN; the block of the first of them owns RUN_COLUMNS columns of it,
-// the blocks of the others go home. 16 threads read 256 bytes of a row, so the block has RUN_GROUPS rows at a time; the
-// groups' sums are added in the order of the groups.
-__global__ void embedding_backward_long_kernel3(float* d_embed_tokens, const bf16* d_out, const int* tokens,
-                                                const int* token_order, size_t N, int C, int pad_token) {
-    __shared__ __align__(16) float sums[RUN_GROUPS][RUN_COLUMNS];
-    size_t at = (size_t)blockIdx.x * LONG_RUN;
-    int lane = threadIdx.x % 32, token = tokens[token_order[at]];
-    if (token == pad_token || (at > 0 && tokens[token_order[at - LONG_RUN]] == token)) { return; }
-    bool before = at > 0 && tokens[token_order[at - 1 - lane]] == token;
-    size_t begin = at - __popc(__ballot_sync(0xffffffff, before));
-    if (begin + LONG_RUN > N || tokens[token_order[begin + LONG_RUN - 1]] != token) { return; }
-
-    size_t last = begin + LONG_RUN - 1, end = N; // `last` is in the run, `end` is not: 32 guesses between them at once
-    while (end - last > 1) {
-        size_t step = ceil_div(end - last, 32), guess = last + (lane + 1) * step;
-        bool inside = guess < end && tokens[token_order[guess]] == token;
-        last += __popc(__ballot_sync(0xffffffff, inside)) * step;
-        end = last + step < end ? last + step : end;
-    }
-
-    float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    int column = threadIdx.x % 16 * 8, first_column = blockIdx.y * RUN_COLUMNS, group = threadIdx.x / 16;
-    if (first_column + column < C) {
-        #pragma unroll 4
-        for (size_t i = begin + group; i < end; i += RUN_GROUPS) {
-            float x[8];
-            load8(x, d_out + (size_t)token_order[i] * C + first_column + column);
-            for (int j = 0; j < 8; j++) { sum[j] += x[j]; }
+    float sum[4] = {0, 0, 0, 0}, *row = d_embed_tokens + (size_t)token * C + c;
+    if (c < C) { load4(sum, row); }
+    for (int length = 32; length == 32; i += 32) { // a shorter piece is the run's last
+        int n = i + lane < N ? token_order[i + lane] : -1;
+        length = __popc(__ballot_sync(0xffffffff, n >= 0 && tokens[n] == token));
+        for (int j = 0; j < length; j += 8) {
+            float x[8][4] = {};
+            #pragma unroll
+            for (int k = 0; k < 8; k++) {
+                const bf16* from = d_out + (size_t)__shfl_sync(0xffffffff, n, j + k) * C + c;
+                if (j + k < length && c < C) { load4(x[k], from); }
+            }
+            #pragma unroll
+            for (int k = 0; k < 8; k++) {
+                for (int q = 0; q < 4; q++) { sum[q] += x[k][q]; }
+            }
         }
     }
-    *(float4*)&sums[group][column] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    *(float4*)&sums[group][column + 4] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-    __syncthreads(); // the sums of all groups are there
-    column = threadIdx.x;
-    if (column < RUN_COLUMNS && first_column + column < C) {
-        float total = 0;
-        for (group = 0; group < RUN_GROUPS; group++) { total += sums[group][column]; }
-        d_embed_tokens[(size_t)token * C + first_column + column] += total;
-    }
+    if (c < C) { store4(row, sum); }
 }
 
 void embedding_backward(float* d_embed_tokens, const bf16* d_out, const int* tokens, const int* token_order, size_t N,
                         size_t C, int pad_token, cudaStream_t stream) {
     // d_embed_tokens[tokens[n],:] += d_out[n,:] except for pad_token (-1: none). token_order (N): see sort_tokens in
-    // llmc/dataloader.h. The two launches write different rows.
+    // llmc/dataloader.h
     if (N * C == 0) { return; }
     if (C % 8 != 0) { fatal("embedding_backward: C must be a multiple of 8, is %zu", C); }
     const int warps = 8;
-    embedding_backward_kernel3<<<ceil_div(N, warps), warps * 32, 0, stream>>>(d_embed_tokens, d_out, tokens,
-                                                                             token_order, N, (int)C, pad_token);
+    dim3 grid(ceil_div(N, warps), ceil_div(C, 128));
+    embedding_backward_kernel3<<<grid, warps * 32, 0, stream>>>(d_embed_tokens, d_out, tokens, token_order, N, (int)C,
+                                                                pad_token);
     launchCheck("embedding_backward_kernel3");
-    dim3 grid(ceil_div(N, LONG_RUN), ceil_div(C, RUN_COLUMNS));
-    embedding_backward_long_kernel3<<<grid, RUN_GROUPS * 16, 0, stream>>>(d_embed_tokens, d_out, tokens, token_order, N,
-                                                                        (int)C, pad_token);
-    launchCheck("embedding_backward_long_kernel3");
 }
 
 // ----------------------------------------------------------------------------
@@ -981,8 +939,7 @@ __device__ inline void multiply_abt(float (&acc)[COLUMNS / 8][4], const uint32_t
     for (int k = 0; k < D / 16; k++) {
         uint32_t a_k[4];
         if constexpr (KEPT) {
-            #pragma unroll
-            for (int i = 0; i < 4; i++) { a_k[i] = fragments[k][i]; }
+            memcpy(a_k, fragments[k], sizeof(a_k));
         } else {
             ldsm4(a_k, a + (a_lane ^ k * 16));
         }
@@ -1127,11 +1084,8 @@ attention_forward_kernel4(bf16* out, float* lse, const bf16* q, const bf16* k, c
             multiply_ab<D, Bc>(acc, p, v_tiles + buffer * Bc * D);
         };
         if (j0 <= warp_i0 + 15) { // otherwise these keys come after all rows of the warp
-            if (j0 + Bc - 1 > warp_i0 || j0 < latest_start) {
-                use_tile(std::true_type{});
-            } else {
-                use_tile(std::false_type{});
-            }
+            bool edge = j0 + Bc - 1 > warp_i0 || j0 < latest_start;
+            edge ? use_tile(std::true_type{}) : use_tile(std::false_type{});
         }
         __syncthreads(); // all warps have used the tile that the next round overwrites
     }
@@ -1145,13 +1099,12 @@ attention_forward_kernel4(bf16* out, float* lse, const bf16* q, const bf16* k, c
     store_rows<D>(out + (b * T * s.NH + h) * HD, acc, 1 / row_sum[0], 1 / row_sum[1], warp_i0, T, s.NH * HD, HD);
 }
 
-template <int D, int Br, int Bc, int MIN_BLOCKS>
-void attention_forward_launch(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const int* doc_start,
-                              AttentionShape s, cudaStream_t stream) {
-    dim3 grid((unsigned)ceil_div(s.T, Br), (unsigned)s.NH, (unsigned)s.B);
-    size_t bytes = (size_t)4 * Bc * D * sizeof(bf16); // at most 32 KiB
-    attention_forward_kernel4<D, Br, Bc, MIN_BLOCKS><<<grid, Br * 2, bytes, stream>>>(out, lse, q, k, v, doc_start, s);
-    launchCheck("attention_forward_kernel4");
+// launch(D) where D is HD rounded up to what the kernels are compiled for, as a type: D's value is a constant
+template <class Launch> void attention_dispatch(int HD, Launch launch) {
+    HD <= 16   ? launch(std::integral_constant<int, 16>{})
+    : HD <= 32 ? launch(std::integral_constant<int, 32>{})
+    : HD <= 64 ? launch(std::integral_constant<int, 64>{})
+               : launch(std::integral_constant<int, 128>{});
 }
 
 void attention_flash_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const int* doc_start,
@@ -1162,15 +1115,15 @@ void attention_flash_forward(bf16* out, float* lse, const bf16* q, const bf16* k
     if (((uintptr_t)q | (uintptr_t)k | (uintptr_t)v) % 16 != 0) {
         fatal("attention_flash_forward: q, k and v must be 16-byte aligned");
     }
-    if (s.HD <= 16) {
-        attention_forward_launch<16, 64, 64, 4>(out, lse, q, k, v, doc_start, s, stream);
-    } else if (s.HD <= 32) {
-        attention_forward_launch<32, 64, 64, 3>(out, lse, q, k, v, doc_start, s, stream);
-    } else if (s.HD <= 64) {
-        attention_forward_launch<64, 64, 64, 3>(out, lse, q, k, v, doc_start, s, stream);
-    } else {
-        attention_forward_launch<128, 64, 32, 2>(out, lse, q, k, v, doc_start, s, stream);
-    }
+    attention_dispatch(s.HD, [&](auto padded) {
+        constexpr int D = decltype(padded)::value, Br = 64, Bc = D <= 64 ? 64 : 32;
+        constexpr int MIN_BLOCKS = D <= 16 ? 4 : D <= 64 ? 3 : 2;
+        dim3 grid(ceil_div(s.T, Br), s.NH, s.B);
+        size_t bytes = 4 * Bc * D * sizeof(bf16); // at most 32 KiB
+        attention_forward_kernel4<D, Br, Bc, MIN_BLOCKS>
+            <<<grid, Br * 2, bytes, stream>>>(out, lse, q, k, v, doc_start, s);
+        launchCheck("attention_forward_kernel4");
+    });
 }
 
 // A block owns Bc keys of one key/value head, a warp 16 of them with their rows of d_k and d_v in registers. It goes
@@ -1285,11 +1238,8 @@ attention_backward_dkdv_kernel3(bf16* d_k, bf16* d_v, const bf16* d_out, const f
                 multiply_ab<D, CHUNK>(acc_k, d_p, q_rows);
             }
         };
-        if (i0 < j0 + Bc - 1 || doc_start[min(i0 + Br, T) - 1] > j0) {
-            use_tile(std::true_type{});
-        } else {
-            use_tile(std::false_type{});
-        }
+        bool edge = i0 < j0 + Bc - 1 || doc_start[min(i0 + Br, T) - 1] > j0;
+        edge ? use_tile(std::true_type{}) : use_tile(std::false_type{});
         if (more && threadIdx.x < Br) {
             lse_log2[(buffer ^ 1) * Br + threadIdx.x] = next_lse * (float)M_LOG2E;
             deltas[(buffer ^ 1) * Br + threadIdx.x] = next_delta;
@@ -1378,39 +1328,11 @@ attention_backward_dq_kernel3(bf16* d_q, const bf16* d_out, const float* lse, co
                 multiply_ab<D, CHUNK>(acc, d_p, k_rows);
             }
         };
-        if (j0 + Bc - 1 > warp_i0 || j0 < latest_start) {
-            use_tile(std::true_type{});
-        } else {
-            use_tile(std::false_type{});
-        }
+        bool edge = j0 + Bc - 1 > warp_i0 || j0 < latest_start;
+        edge ? use_tile(std::true_type{}) : use_tile(std::false_type{});
         __syncthreads(); // all warps have used the tiles that the next round overwrites
     }
     store_rows<D>(d_q + b * T * s.ld_d + h * HD, acc, scale, scale, warp_i0, T, (int)s.ld_d, HD);
-}
-
-template <int D, int Bc, int Br, int CHUNK, int MIN_BLOCKS>
-void attention_backward_dkdv_launch(bf16* d_k, bf16* d_v, const bf16* d_out, const float* lse, const float* delta,
-                                    const bf16* q, const bf16* k, const bf16* v, const int* doc_start,
-                                    const int* doc_end, AttentionShape s, cudaStream_t stream) {
-    dim3 grid((unsigned)ceil_div(s.T, Bc), (unsigned)s.NKV, (unsigned)s.B);
-    size_t bytes = (size_t)(4 * Br + (D <= 64 ? 0 : 2 * Bc)) * D * sizeof(bf16) + 4 * Br * sizeof(float);
-    auto kernel = attention_backward_dkdv_kernel3<D, Bc, Br, CHUNK, MIN_BLOCKS>;
-    if (bytes > 48 * 1024) { // 96.5 KiB at D 128
-        cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    }
-    kernel<<<grid, Bc * 2, bytes, stream>>>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start, doc_end, s);
-    launchCheck("attention_backward_dkdv_kernel3");
-}
-
-template <int D, int Br, int Bc, int CHUNK, int MIN_BLOCKS>
-void attention_backward_dq_launch(bf16* d_q, const bf16* d_out, const float* lse, const float* delta, const bf16* q,
-                                  const bf16* k, const bf16* v, const int* doc_start, AttentionShape s,
-                                  cudaStream_t stream) {
-    dim3 grid((unsigned)ceil_div(s.T, Br), (unsigned)s.NH, (unsigned)s.B);
-    size_t bytes = (size_t)4 * Bc * D * sizeof(bf16); // at most 32 KiB
-    attention_backward_dq_kernel3<D, Br, Bc, CHUNK, MIN_BLOCKS>
-        <<<grid, Br * 2, bytes, stream>>>(d_q, d_out, lse, delta, q, k, v, doc_start, s);
-    launchCheck("attention_backward_dq_kernel3");
 }
 
 void attention_flash_backward(bf16* d_q, bf16* d_k, bf16* d_v, float* delta, const bf16* d_out, const bf16* out,
@@ -1424,23 +1346,24 @@ void attention_flash_backward(bf16* d_q, bf16* d_k, bf16* d_v, float* delta, con
         fatal("attention_flash_backward: q, k, v and d_out must be 16-byte aligned");
     }
     attention_delta(delta, d_out, out, s, stream);
-    if (s.HD <= 16) {
-        attention_backward_dkdv_launch<16, 64, 64, 32, 3>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start, doc_end, s,
-                                                          stream);
-        attention_backward_dq_launch<16, 64, 64, 32, 4>(d_q, d_out, lse, delta, q, k, v, doc_start, s, stream);
-    } else if (s.HD <= 32) {
-        attention_backward_dkdv_launch<32, 64, 64, 32, 3>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start, doc_end, s,
-                                                          stream);
-        attention_backward_dq_launch<32, 64, 64, 32, 4>(d_q, d_out, lse, delta, q, k, v, doc_start, s, stream);
-    } else if (s.HD <= 64) {
-        attention_backward_dkdv_launch<64, 64, 64, 32, 2>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start, doc_end, s,
-                                                          stream);
-        attention_backward_dq_launch<64, 64, 64, 32, 3>(d_q, d_out, lse, delta, q, k, v, doc_start, s, stream);
-    } else {
-        attention_backward_dkdv_launch<128, 128, 32, 16, 1>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start, doc_end, s,
-                                                            stream);
-        attention_backward_dq_launch<128, 64, 32, 32, 2>(d_q, d_out, lse, delta, q, k, v, doc_start, s, stream);
-    }
+    attention_dispatch(s.HD, [&](auto padded) {
+        // keys or queries of a block, and how many of the other kind it has in shared memory at a time
+        constexpr int D = decltype(padded)::value, keys = D <= 64 ? 64 : 128, queries = 64, tile = D <= 64 ? 64 : 32;
+        constexpr int MIN_BLOCKS = D <= 32 ? 3 : D <= 64 ? 2 : 1; // on an SM; of dq one more
+        auto dkdv = attention_backward_dkdv_kernel3<D, keys, tile, D <= 64 ? 32 : 16, MIN_BLOCKS>;
+        size_t dq_bytes = 4 * tile * D * sizeof(bf16), dkdv_bytes = dq_bytes + 4 * tile * sizeof(float);
+        if (D > 64) { // its keys and values stay in shared memory: 96.5 KiB
+            dkdv_bytes += 2 * keys * D * sizeof(bf16);
+            cudaCheck(cudaFuncSetAttribute(dkdv, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)dkdv_bytes));
+        }
+        dkdv<<<dim3(ceil_div(s.T, keys), s.NKV, s.B), keys * 2, dkdv_bytes, stream>>>(d_k, d_v, d_out, lse, delta, q, k,
+                                                                                      v, doc_start, doc_end, s);
+        launchCheck("attention_backward_dkdv_kernel3");
+        dim3 dq_grid(ceil_div(s.T, queries), s.NH, s.B);
+        attention_backward_dq_kernel3<D, queries, tile, 32, MIN_BLOCKS + 1>
+            <<<dq_grid, queries * 2, dq_bytes, stream>>>(d_q, d_out, lse, delta, q, k, v, doc_start, s);
+        launchCheck("attention_backward_dq_kernel3");
+    });
 }
 
 // ----------------------------------------------------------------------------
@@ -1806,7 +1729,6 @@ void router_backward_weight(float* d_router, const float* d_router_logits, const
 // no token is dropped and no expert has a capacity (dropless, MegaBlocks: Gale et al. 2022). Nothing is scattered: each
 // output has one owner that gathers what belongs to it, in one order.
 
-const int EXPERT_TILE_ROWS = 128; // of a tile of tile_list
 const int ROUTE_MAX_EXPERTS = 1024;
 const int ROUTE_WARPS = 8, ROUTE_CHUNK_SLOTS = 2048; // of a block; each warp has an eighth of the chunk's slots
 
@@ -1825,19 +1747,8 @@ __device__ inline int route_scan_in_place(int* x, int count) {
     return total;
 }
 
-// next (E) += the number of slots begin..end that chose each expert, by one warp. Of the lanes with the same expert the
-// first adds for all: no two lanes touch the same counter, so no atomics are needed.
-__device__ inline void route_count_warp(int* next, const int* router_indices, int begin, int end) {
-    int lane = threadIdx.x % 32;
-    for (int first = begin; first < end; first += 32) {
-        int slot = first + lane, e = slot < end ? router_indices[slot] : -1;
-        unsigned peers = __match_any_sync(0xffffffff, e);
-        if (e >= 0 && lane == __ffs(peers) - 1) { next[e] += __popc(peers); }
-        __syncwarp(); // the counters of these 32 slots are written
-    }
-}
-
-// Rows for the slots begin..end, by one warp: next (E) is the row of its next slot of each expert.
+// Rows for the slots begin..end, by one warp: next (E) is the row of its next slot of each expert. Of the lanes with
+// the same expert the first moves the row on for all.
 __device__ inline void route_place_warp(Routing r, int* next, const int* router_indices, int begin, int end, int K) {
     int lane = threadIdx.x % 32;
     for (int first = begin; first < end; first += 32) {
@@ -1883,7 +1794,7 @@ __global__ void __launch_bounds__(1024) route_scan_kernel3(Routing r, int* chunk
         if (lane == 0) {
             r.tokens_per_expert[e] = total;
             first_row[e] = total;
-            first_tile[e] = (int)ceil_div(total, EXPERT_TILE_ROWS);
+            first_tile[e] = (int)ceil_div(total, TILE_ROWS);
         }
     }
     __syncthreads(); // the counts of all experts are there
@@ -1896,8 +1807,8 @@ __global__ void __launch_bounds__(1024) route_scan_kernel3(Routing r, int* chunk
     for (int e = threadIdx.x; e <= E; e += blockDim.x) { r.expert_offsets[e] = first_row[e]; }
     for (int e = warp; e < E; e += 32) {
         for (int tile = first_tile[e] + lane; tile < first_tile[e + 1]; tile += 32) {
-            int row = first_row[e] + (tile - first_tile[e]) * EXPERT_TILE_ROWS;
-            r.tile_list[tile] = make_int4(e, row, min(row + EXPERT_TILE_ROWS, first_row[e + 1]), 0);
+            int row = first_row[e] + (tile - first_tile[e]) * TILE_ROWS;
+            r.tile_list[tile] = make_int4(e, row, min(row + TILE_ROWS, first_row[e + 1]), 0);
         }
     }
     for (int tile = first_tile[E] + threadIdx.x; tile < tiles; tile += blockDim.x) {
@@ -1916,7 +1827,9 @@ route_place_kernel3(Routing r, const int* chunk_counts, const int* router_indice
     __syncthreads(); // the counters are zero
     int share = ROUTE_CHUNK_SLOTS / ROUTE_WARPS, begin = blockIdx.x * ROUTE_CHUNK_SLOTS + warp * share;
     int end = min(begin + share, slots);
-    route_count_warp(next + warp * E, router_indices, begin, end);
+    for (int slot = begin + threadIdx.x % 32; slot < end; slot += 32) {
+        atomicAdd(&next[warp * E + router_indices[slot]], 1);
+    }
     __syncthreads(); // the counts of all warps are there
     for (int e = threadIdx.x; e < E; e += blockDim.x) {
         int row = r.expert_offsets[e] + chunk_counts[(size_t)e * gridDim.x + blockIdx.x];
@@ -1938,7 +1851,7 @@ void route_rows(Routing r, int* chunk_counts, const int* router_indices, size_t 
     size_t slots = N * K;
     if (E < 1 || E > ROUTE_MAX_EXPERTS) { fatal("route_rows: experts must be 1 to %d, is %d", ROUTE_MAX_EXPERTS, E); }
     if (slots > INT_MAX / 2) { fatal("route_rows: tokens * experts per token must be at most 2^30, is %zu", slots); }
-    int chunks = (int)ceil_div(slots, ROUTE_CHUNK_SLOTS), tiles = (int)(slots / EXPERT_TILE_ROWS + E);
+    int chunks = (int)ceil_div(slots, ROUTE_CHUNK_SLOTS), tiles = (int)(slots / TILE_ROWS + E);
     if (slots > 0) {
         route_count_kernel3<<<chunks, 32 * ROUTE_WARPS, E * sizeof(int), stream>>>(chunk_counts, router_indices,
                                                                                    (int)slots, E);
@@ -2193,10 +2106,7 @@ void mlp_backward(bf16* d_inp, float* d_gate_up_proj, float* d_down_proj, bf16* 
 // What lies beyond an edge is copied as zeros (cpa16 reads nothing then), in both operands: 0 times whatever was there
 // could be NaN.
 
-constexpr int TILE_ROWS = 128;
-constexpr int TILE_STEP = 32;
-constexpr int TILE_STAGES = 3;
-constexpr int TILE_THREADS = 128;
+const int TILE_STEP = 32, TILE_STAGES = 3, TILE_THREADS = 128;
 
 // Tile row r of the operand is a row of memory, from wherever the kernel says: a gather costs nothing here.
 //
@@ -2310,40 +2220,27 @@ __device__ inline int tile_row(int part) {
 }
 template <int COLS> __device__ inline int tile_column() { return threadIdx.x / 64 * (COLS / 2); }
 
-// acc = left operand times right operand, sum of `length` products each. One barrier a step.
+// acc += left operand times right operand, sum of `length` products each. One barrier a step.
 template <int COLS, class Left, class Right>
 __device__ inline void matmul_tile(float (&acc)[4][COLS / 16][4], Left& left, Right& right, int length) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     constexpr int LEFT_SIZE = TILE_ROWS * TILE_STEP, STAGE_SIZE = LEFT_SIZE + COLS * TILE_STEP;
-    bf16* stages = (bf16*)shared_bytes;
     int warp_row = threadIdx.x / 32 % 2 * 64, warp_column = tile_column<COLS>();
     int steps = (length + TILE_STEP - 1) / TILE_STEP;
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        #pragma unroll
-        for (int j = 0; j < COLS / 16; j++) {
-            #pragma unroll
-            for (int q = 0; q < 4; q++) { acc[i][j][q] = 0; }
-        }
-    }
-    for (int s = 0; s < TILE_STAGES - 1; s++) {
-        if (s < steps) {
-            left.load(stages + s * STAGE_SIZE, s * TILE_STEP);
-            right.load(stages + s * STAGE_SIZE + LEFT_SIZE, s * TILE_STEP);
+    auto stage_of = [&](int step) { return (bf16*)shared_bytes + step % TILE_STAGES * STAGE_SIZE; };
+    auto load_step = [&](int step) {
+        if (step < steps) {
+            left.load(stage_of(step), step * TILE_STEP);
+            right.load(stage_of(step) + LEFT_SIZE, step * TILE_STEP);
         }
         cpa_commit(); // an empty group too: cpa_wait counts them
-    }
-    int use = 0, fill = TILE_STAGES - 1;
-    for (int s = 0; s < steps; s++) {
+    };
+    for (int step = 0; step < TILE_STAGES - 1; step++) { load_step(step); }
+    for (int step = 0; step < steps; step++) {
         cpa_wait<TILE_STAGES - 2>();
-        __syncthreads(); // step s has landed for all threads, and all are done with step s-1, whose stage is filled now
-        int ahead = s + TILE_STAGES - 1;
-        if (ahead < steps) {
-            left.load(stages + fill * STAGE_SIZE, ahead * TILE_STEP);
-            right.load(stages + fill * STAGE_SIZE + LEFT_SIZE, ahead * TILE_STEP);
-        }
-        cpa_commit();
-        bf16 *left_tile = stages + use * STAGE_SIZE, *right_tile = left_tile + LEFT_SIZE;
+        __syncthreads(); // this step has landed for all threads; all are done with the one before: its stage is free
+        load_step(step + TILE_STAGES - 1);
+        bf16 *left_tile = stage_of(step), *right_tile = left_tile + LEFT_SIZE;
         #pragma unroll
         for (int k = 0; k < TILE_STEP; k += 16) {
             uint32_t a[4][4];
@@ -2361,8 +2258,6 @@ __device__ inline void matmul_tile(float (&acc)[4][COLS / 16][4], Left& left, Ri
                 }
             }
         }
-        use = use + 1 == TILE_STAGES ? 0 : use + 1;
-        fill = fill + 1 == TILE_STAGES ? 0 : fill + 1;
     }
 }
 
@@ -2433,7 +2328,7 @@ experts_gate_up_forward_kernel5(bf16* gate_up, bf16* expert_act, const bf16* inp
         int f = f0 + n / 64 * 32 + tile_column_order(n % 32), is_up = n / 32 % 2;
         return f < F ? w + (size_t)(is_up * F + f) * C : NULL;
     });
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     matmul_tile<128>(acc, left, right, C);
     int f = f0 + (int)threadIdx.x / 64 * 32 + (int)threadIdx.x % 4 * 8;
     #pragma unroll
@@ -2465,21 +2360,29 @@ void experts_gate_up(bf16* gate_up, bf16* expert_act, const bf16* inp, const bf1
     launchCheck("experts_gate_up_forward_kernel5");
 }
 
-// out (R,OC) = inp (R,C) weight[e]^T. A block owns 128 rows x 128 columns, a thread 8 x 16 of them. Tile columns
-// are rows of weight, in the order that gives a thread 8 neighbours at a time to store, 16 bytes.
+// out (R,OC) = inp (R,C) weight[e]^T with weight[e] (OC,C), or, if not TRANSPOSED, inp weight[e] with weight[e] (C,OC):
+// forward, and the gradient of inp from that of out. A block owns 128 rows x 128 columns, a thread 8 x 16 of them, and
+// stores 8 neighbours at a time, 16 bytes. TRANSPOSED: tile columns are rows of weight, taken in the order that gives a
+// thread its neighbours. Otherwise they are columns, whose order is given, and the lanes of a quad exchange.
+template <bool TRANSPOSED>
 __global__ void __launch_bounds__(TILE_THREADS)
-grouped_matmul_forward_kernel3(bf16* out, const bf16* inp, const bf16* weight, const int4* tile_list, int C, int OC) {
+grouped_matmul_kernel3(bf16* out, const bf16* inp, const bf16* weight, const int4* tile_list, int C, int OC) {
     int4 tile = tile_list[blockIdx.y];
     if (tile.x < 0) { return; } // past the last tile
     int row0 = tile.y, end = tile.z, o0 = blockIdx.x * 128;
     const bf16* w = weight + (size_t)tile.x * OC * C;
     AlongK<128> left(inp, C, [&](int r) { return row0 + r < end ? inp + (size_t)(row0 + r) * C : NULL; });
-    AlongK<128> right(w, C, [&](int n) {
-        int o = o0 + n / 32 * 32 + tile_column_order(n % 32);
-        return o < OC ? w + (size_t)o * C : NULL;
-    });
-    float acc[4][8][4];
-    matmul_tile<128>(acc, left, right, C);
+    float acc[4][8][4] = {};
+    if constexpr (TRANSPOSED) {
+        AlongK<128> right(w, C, [&](int n) {
+            int o = o0 + n / 32 * 32 + tile_column_order(n % 32);
+            return o < OC ? w + (size_t)o * C : NULL;
+        });
+        matmul_tile<128>(acc, left, right, C);
+    } else {
+        AcrossK<128, false> right(w, OC, o0, C, NULL);
+        matmul_tile<128>(acc, left, right, C);
+    }
     #pragma unroll
     for (int part = 0; part < 8; part++) {
         int r = row0 + tile_row(part);
@@ -2488,17 +2391,19 @@ grouped_matmul_forward_kernel3(bf16* out, const bf16* inp, const bf16* weight, c
             int o = o0 + tile_column<128>() + j * 8 + threadIdx.x % 4 * 8;
             float v[8];
             tile_take8(v, acc, part, j);
+            if constexpr (!TRANSPOSED) { quad_transpose(v); }
             if (r < end && o < OC) { store8(out + (size_t)r * OC + o, v); }
         }
     }
 }
 
-void grouped_matmul_forward(bf16* out, const bf16* inp, const bf16* weight, Routing r, size_t R, size_t C, size_t OC,
-                            int E, cudaStream_t stream) {
-    // out (R,OC) = inp (R,C) weight[e]^T, weight is (E,OC,C)
-    grouped_matmul_forward_kernel3<<<experts_grid(OC, 128, R, C, OC, E), TILE_THREADS, tile_shared_bytes(128),
-                                     stream>>>(out, inp, weight, r.tile_list, (int)C, (int)OC);
-    launchCheck("grouped_matmul_forward_kernel3");
+template <bool TRANSPOSED>
+void grouped_matmul(bf16* out, const bf16* inp, const bf16* weight, Routing r, size_t R, size_t C, size_t OC, int E,
+                    cudaStream_t stream) {
+    // out (R,OC) = inp (R,C) weight[e]^T, weight (E,OC,C); if not TRANSPOSED inp weight[e], weight (E,C,OC)
+    grouped_matmul_kernel3<TRANSPOSED><<<experts_grid(OC, 128, R, C, OC, E), TILE_THREADS, tile_shared_bytes(128),
+                                         stream>>>(out, inp, weight, r.tile_list, (int)C, (int)OC);
+    launchCheck("grouped_matmul_kernel3");
 }
 
 void experts_forward(bf16* expert_out, bf16* gate_up, bf16* expert_act, const bf16* inp, const bf16* gate_up_proj,
@@ -2507,7 +2412,7 @@ void experts_forward(bf16* expert_out, bf16* gate_up, bf16* expert_act, const bf
     // Backward needs gate_up (R,2F) only
     if (R == 0) { return; }
     experts_gate_up(gate_up, expert_act, inp, gate_up_proj, r, R, C, F, E, stream);
-    grouped_matmul_forward(expert_out, expert_act, down_proj, r, R, F, C, E, stream);
+    grouped_matmul<true>(expert_out, expert_act, down_proj, r, R, F, C, E, stream);
 }
 
 // The backward of down_proj, SwiGLU and the router's weight in one. With d = rows row_token of d_out (N,C) times
@@ -2527,7 +2432,7 @@ experts_down_backward_kernel5(bf16* gate_up, bf16* expert_act, float* router_par
     int row0 = tile.y, end = tile.z, f0 = blockIdx.x * 128;
     AlongK<128> left(d_out, C, [&](int r) { return row0 + r < end ? d_out + (size_t)row_token[row0 + r] * C : NULL; });
     AcrossK<128, false> right(down_proj + (size_t)tile.x * C * F, F, f0, C, NULL);
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     matmul_tile<128>(acc, left, right, C);
     #pragma unroll
     for (int part = 0; part < 8; part++) {
@@ -2569,16 +2474,6 @@ int experts_num_partials(size_t F) {
     return (int)(2 * ceil_div(F, 128));
 }
 
-void experts_down_backward(bf16* gate_up, bf16* expert_act, float* router_partials, const bf16* d_out,
-                           const bf16* down_proj, const float* router_weights, Routing r, size_t R, size_t C, size_t F,
-                           int E, cudaStream_t stream) {
-    // gate_up = its gradient; expert_act = router weight * act; router_partials (experts_num_partials(F), R) =
-    experts_down_backward_kernel5<<<experts_grid(F, 128, R, C, F, E), TILE_THREADS, tile_shared_bytes(128), stream>>>(
-        gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r.row_slot, r.row_token, r.tile_list, R,
-        (int)C, (int)F);
-    launchCheck("experts_down_backward_kernel5");
-}
-
 // d_weight[e] (OC,C) += d_out^T inp over the rows of expert e. With GATHER_OUT, GATHER_INP that operand has a row for
 // each token and is read by row_token, else it has a row for each routed row. A block owns 128 x COLS (64 where 128
 // would leave too few blocks to fill the card) and sums all rows of e in one order; no other block touches its part.
@@ -2592,7 +2487,7 @@ grouped_matmul_backward_weight_kernel4(float* d_weight, const bf16* d_out, const
     if (rows == 0) { return; } // nothing to add
     AcrossK<TILE_ROWS, GATHER_OUT> left(GATHER_OUT ? d_out : d_out + (size_t)row0 * OC, OC, o0, rows, row_token + row0);
     AcrossK<COLS, GATHER_INP> right(GATHER_INP ? inp : inp + (size_t)row0 * C, C, c0, rows, row_token + row0);
-    float acc[4][COLS / 16][4];
+    float acc[4][COLS / 16][4] = {};
     matmul_tile<COLS>(acc, left, right, rows);
     #pragma unroll
     for (int part = 0; part < 8; part++) {
@@ -2603,9 +2498,7 @@ grouped_matmul_backward_weight_kernel4(float* d_weight, const bf16* d_out, const
             if (o >= OC || c >= C) { continue; }
             float2* p = (float2*)(d_weight + ((size_t)e * OC + o) * C + c);
             float2 sum = *p;
-            sum.x += acc[part / 2][j][part % 2 * 2];
-            sum.y += acc[part / 2][j][part % 2 * 2 + 1];
-            *p = sum;
+            *p = make_float2(sum.x + acc[part / 2][j][part % 2 * 2], sum.y + acc[part / 2][j][part % 2 * 2 + 1]);
         }
     }
 }
@@ -2622,40 +2515,6 @@ void grouped_matmul_backward_weight(float* d_weight, const bf16* d_out, const bf
     launchCheck("grouped_matmul_backward_weight_kernel4");
 }
 
-// d_inp (R,C) = d_out (R,OC) weight[e]. A block owns 128 rows x 128 columns. Tile columns are columns of weight here,
-// whose order is given: the lanes of a quad exchange before they store.
-__global__ void __launch_bounds__(TILE_THREADS)
-grouped_matmul_backward_inp_kernel3(bf16* d_inp, const bf16* d_out, const bf16* weight, const int4* tile_list, int C,
-                                    int OC) {
-    int4 tile = tile_list[blockIdx.y];
-    if (tile.x < 0) { return; } // past the last tile
-    int row0 = tile.y, end = tile.z, c0 = blockIdx.x * 128;
-    AlongK<128> left(d_out, OC, [&](int r) { return row0 + r < end ? d_out + (size_t)(row0 + r) * OC : NULL; });
-    AcrossK<128, false> right(weight + (size_t)tile.x * OC * C, C, c0, OC, NULL);
-    float acc[4][8][4];
-    matmul_tile<128>(acc, left, right, OC);
-    #pragma unroll
-    for (int part = 0; part < 8; part++) {
-        int r = row0 + tile_row(part);
-        #pragma unroll
-        for (int j = 0; j < 8; j += 4) {
-            int c = c0 + tile_column<128>() + j * 8 + threadIdx.x % 4 * 8;
-            float v[8];
-            tile_take8(v, acc, part, j);
-            quad_transpose(v);
-            if (r < end && c < C) { store8(d_inp + (size_t)r * C + c, v); }
-        }
-    }
-}
-
-void grouped_matmul_backward_inp(bf16* d_inp, const bf16* d_out, const bf16* weight, Routing r, size_t R, size_t C,
-                                 size_t OC, int E, cudaStream_t stream) {
-    // d_inp (R,C) = d_out (R,OC) weight[e]
-    grouped_matmul_backward_inp_kernel3<<<experts_grid(C, 128, R, C, OC, E), TILE_THREADS, tile_shared_bytes(128),
-                                          stream>>>(d_inp, d_out, weight, r.tile_list, (int)C, (int)OC);
-    launchCheck("grouped_matmul_backward_inp_kernel3");
-}
-
 void experts_backward(bf16* d_expert_in, float* d_gate_up_proj, float* d_down_proj, float* router_partials,
                       bf16* gate_up, bf16* expert_act, const bf16* d_out, const bf16* inp, const bf16* gate_up_proj,
                       const bf16* down_proj, const float* router_weights, Routing r, size_t R, size_t C, size_t F,
@@ -2664,11 +2523,13 @@ void experts_backward(bf16* d_expert_in, float* d_gate_up_proj, float* d_down_pr
     // is the gradient of the combined output. gate_up comes in as forward left it and goes out as its gradient;
     // expert_act is scratch
     if (R == 0) { return; }
-    experts_down_backward(gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r, R, C, F, E,
-                          stream);
+    experts_down_backward_kernel5<<<experts_grid(F, 128, R, C, F, E), TILE_THREADS, tile_shared_bytes(128), stream>>>(
+        gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r.row_slot, r.row_token, r.tile_list, R,
+        (int)C, (int)F);
+    launchCheck("experts_down_backward_kernel5");
     grouped_matmul_backward_weight<64, true, false>(d_down_proj, d_out, expert_act, r, F, C, E, stream);
     grouped_matmul_backward_weight<128, false, true>(d_gate_up_proj, gate_up, inp, r, C, 2 * F, E, stream);
-    grouped_matmul_backward_inp(d_expert_in, gate_up, gate_up_proj, r, R, C, 2 * F, E, stream);
+    grouped_matmul<false>(d_expert_in, gate_up, gate_up_proj, r, R, 2 * F, C, E, stream);
 }
 
 void experts_loop_forward(bf16* expert_out, bf16* gate_up, bf16* expert_act, bf16* expert_in, int* host_offsets,
@@ -3114,7 +2975,7 @@ void routing_layout(Routing* r, Arena* mem, size_t N, int E, int K) {
     r->row_slot = take_int(mem, R);
     r->slot_row = take_int(mem, R);
     r->row_token = take_int(mem, R);
-    r->tile_list = (int4*)arena_take(mem, R / 128 + E, sizeof(int4));
+    r->tile_list = (int4*)arena_take(mem, R / TILE_ROWS + E, sizeof(int4));
 }
 
 void layer_acts_layout(LayerActs* a, Arena* mem, const MoEConfig* c, const Switches* s, int l, size_t B, size_t T) {

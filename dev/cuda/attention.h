@@ -114,8 +114,7 @@ __device__ inline void multiply_abt(float (&acc)[COLUMNS / 8][4], const uint32_t
     for (int k = 0; k < D / 16; k++) {
         uint32_t a_k[4];
         if constexpr (KEPT) {
-            #pragma unroll
-            for (int i = 0; i < 4; i++) { a_k[i] = fragments[k][i]; }
+            memcpy(a_k, fragments[k], sizeof(a_k));
         } else {
             ldsm4(a_k, a + (a_lane ^ k * 16));
         }
@@ -189,6 +188,14 @@ size_t attention_naive_ld(size_t T) { return ceil_div(T, 8) * 8; } // rows of sc
 size_t attention_naive_bytes(size_t T) {
     // scores and their gradients of one head (T,T) in fp32, and both again in bf16
     return T * attention_naive_ld(T) * 2 * (sizeof(float) + sizeof(bf16));
+}
+
+// launch(D) where D is HD rounded up to what the kernels are compiled for, as a type: D's value is a constant
+template <class Launch> void attention_dispatch(int HD, Launch launch) {
+    HD <= 16   ? launch(std::integral_constant<int, 16>{})
+    : HD <= 32 ? launch(std::integral_constant<int, 32>{})
+    : HD <= 64 ? launch(std::integral_constant<int, 64>{})
+               : launch(std::integral_constant<int, 128>{});
 }
 
 // ----------------------------------------------------------------------------

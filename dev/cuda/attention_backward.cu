@@ -300,11 +300,8 @@ attention_backward_dkdv_kernel3(bf16* d_k, bf16* d_v, const bf16* d_out, const f
                 multiply_ab<D, CHUNK>(acc_k, d_p, q_rows);
             }
         };
-        if (i0 < j0 + Bc - 1 || doc_start[min(i0 + Br, T) - 1] > j0) {
-            use_tile(std::true_type{});
-        } else {
-            use_tile(std::false_type{});
-        }
+        bool edge = i0 < j0 + Bc - 1 || doc_start[min(i0 + Br, T) - 1] > j0;
+        edge ? use_tile(std::true_type{}) : use_tile(std::false_type{});
         if (more && threadIdx.x < Br) {
             lse_log2[(buffer ^ 1) * Br + threadIdx.x] = next_lse * (float)M_LOG2E;
             deltas[(buffer ^ 1) * Br + threadIdx.x] = next_delta;
@@ -393,39 +390,11 @@ attention_backward_dq_kernel3(bf16* d_q, const bf16* d_out, const float* lse, co
                 multiply_ab<D, CHUNK>(acc, d_p, k_rows);
             }
         };
-        if (j0 + Bc - 1 > warp_i0 || j0 < latest_start) {
-            use_tile(std::true_type{});
-        } else {
-            use_tile(std::false_type{});
-        }
+        bool edge = j0 + Bc - 1 > warp_i0 || j0 < latest_start;
+        edge ? use_tile(std::true_type{}) : use_tile(std::false_type{});
         __syncthreads(); // all warps have used the tiles that the next round overwrites
     }
     store_rows<D>(d_q + b * T * s.ld_d + h * HD, acc, scale, scale, warp_i0, T, (int)s.ld_d, HD);
-}
-
-template <int D, int Bc, int Br, int CHUNK, int MIN_BLOCKS>
-void attention_backward_dkdv_launch(bf16* d_k, bf16* d_v, const bf16* d_out, const float* lse, const float* delta,
-                                    const bf16* q, const bf16* k, const bf16* v, const int* doc_start,
-                                    const int* doc_end, AttentionShape s, cudaStream_t stream) {
-    dim3 grid((unsigned)ceil_div(s.T, Bc), (unsigned)s.NKV, (unsigned)s.B);
-    size_t bytes = (size_t)(4 * Br + (D <= 64 ? 0 : 2 * Bc)) * D * sizeof(bf16) + 4 * Br * sizeof(float);
-    auto kernel = attention_backward_dkdv_kernel3<D, Bc, Br, CHUNK, MIN_BLOCKS>;
-    if (bytes > 48 * 1024) { // 96.5 KiB at D 128
-        cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    }
-    kernel<<<grid, Bc * 2, bytes, stream>>>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start, doc_end, s);
-    launchCheck("attention_backward_dkdv_kernel3");
-}
-
-template <int D, int Br, int Bc, int CHUNK, int MIN_BLOCKS>
-void attention_backward_dq_launch(bf16* d_q, const bf16* d_out, const float* lse, const float* delta, const bf16* q,
-                                  const bf16* k, const bf16* v, const int* doc_start, AttentionShape s,
-                                  cudaStream_t stream) {
-    dim3 grid((unsigned)ceil_div(s.T, Br), (unsigned)s.NH, (unsigned)s.B);
-    size_t bytes = (size_t)4 * Bc * D * sizeof(bf16); // at most 32 KiB
-    attention_backward_dq_kernel3<D, Br, Bc, CHUNK, MIN_BLOCKS>
-        <<<grid, Br * 2, bytes, stream>>>(d_q, d_out, lse, delta, q, k, v, doc_start, s);
-    launchCheck("attention_backward_dq_kernel3");
 }
 
 void attention_flash_backward(bf16* d_q, bf16* d_k, bf16* d_v, float* delta, const bf16* d_out, const bf16* out,
@@ -439,23 +408,24 @@ void attention_flash_backward(bf16* d_q, bf16* d_k, bf16* d_v, float* delta, con
         fatal("attention_flash_backward: q, k, v and d_out must be 16-byte aligned");
     }
     attention_delta(delta, d_out, out, s, stream);
-    if (s.HD <= 16) {
-        attention_backward_dkdv_launch<16, 64, 64, 32, 3>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start, doc_end, s,
-                                                          stream);
-        attention_backward_dq_launch<16, 64, 64, 32, 4>(d_q, d_out, lse, delta, q, k, v, doc_start, s, stream);
-    } else if (s.HD <= 32) {
-        attention_backward_dkdv_launch<32, 64, 64, 32, 3>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start, doc_end, s,
-                                                          stream);
-        attention_backward_dq_launch<32, 64, 64, 32, 4>(d_q, d_out, lse, delta, q, k, v, doc_start, s, stream);
-    } else if (s.HD <= 64) {
-        attention_backward_dkdv_launch<64, 64, 64, 32, 2>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start, doc_end, s,
-                                                          stream);
-        attention_backward_dq_launch<64, 64, 64, 32, 3>(d_q, d_out, lse, delta, q, k, v, doc_start, s, stream);
-    } else {
-        attention_backward_dkdv_launch<128, 128, 32, 16, 1>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start, doc_end, s,
-                                                            stream);
-        attention_backward_dq_launch<128, 64, 32, 32, 2>(d_q, d_out, lse, delta, q, k, v, doc_start, s, stream);
-    }
+    attention_dispatch(s.HD, [&](auto padded) {
+        // keys or queries of a block, and how many of the other kind it has in shared memory at a time
+        constexpr int D = decltype(padded)::value, keys = D <= 64 ? 64 : 128, queries = 64, tile = D <= 64 ? 64 : 32;
+        constexpr int MIN_BLOCKS = D <= 32 ? 3 : D <= 64 ? 2 : 1; // on an SM; of dq one more
+        auto dkdv = attention_backward_dkdv_kernel3<D, keys, tile, D <= 64 ? 32 : 16, MIN_BLOCKS>;
+        size_t dq_bytes = 4 * tile * D * sizeof(bf16), dkdv_bytes = dq_bytes + 4 * tile * sizeof(float);
+        if (D > 64) { // its keys and values stay in shared memory: 96.5 KiB
+            dkdv_bytes += 2 * keys * D * sizeof(bf16);
+            cudaCheck(cudaFuncSetAttribute(dkdv, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)dkdv_bytes));
+        }
+        dkdv<<<dim3(ceil_div(s.T, keys), s.NKV, s.B), keys * 2, dkdv_bytes, stream>>>(d_k, d_v, d_out, lse, delta, q, k,
+                                                                                      v, doc_start, doc_end, s);
+        launchCheck("attention_backward_dkdv_kernel3");
+        dim3 dq_grid(ceil_div(s.T, queries), s.NH, s.B);
+        attention_backward_dq_kernel3<D, queries, tile, 32, MIN_BLOCKS + 1>
+            <<<dq_grid, queries * 2, dq_bytes, stream>>>(d_q, d_out, lse, delta, q, k, v, doc_start, s);
+        launchCheck("attention_backward_dq_kernel3");
+    });
 }
 
 // ----------------------------------------------------------------------------
@@ -484,19 +454,19 @@ void backward(int kernel, bf16* d_q, bf16* d_k, bf16* d_v, float* delta, const b
 // kernel 3 with smaller tiles: the order of its sums does not depend on them, so nor does a bit of the result
 void other_tiles(bf16* d_q, bf16* d_k, bf16* d_v, float* delta, const bf16* d_out, const float* lse, const bf16* q,
                  const bf16* k, const bf16* v, const int* doc_start, const int* doc_end, AttentionShape s) {
-    if (s.HD <= 32) {
-        attention_backward_dkdv_launch<32, 64, 32, 16, 1>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start, doc_end, s,
-                                                          0);
-        attention_backward_dq_launch<32, 64, 32, 16, 1>(d_q, d_out, lse, delta, q, k, v, doc_start, s, 0);
-    } else if (s.HD <= 64) {
-        attention_backward_dkdv_launch<64, 64, 32, 16, 1>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start, doc_end, s,
-                                                          0);
-        attention_backward_dq_launch<64, 64, 32, 16, 1>(d_q, d_out, lse, delta, q, k, v, doc_start, s, 0);
-    } else {
-        attention_backward_dkdv_launch<128, 64, 64, 16, 1>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start, doc_end, s,
-                                                           0);
-        attention_backward_dq_launch<128, 64, 32, 16, 1>(d_q, d_out, lse, delta, q, k, v, doc_start, s, 0);
-    }
+    attention_dispatch(s.HD, [&](auto padded) {
+        constexpr int D = std::max(32, (int)decltype(padded)::value), Br = D <= 64 ? 32 : 64;
+        auto dkdv = attention_backward_dkdv_kernel3<D, 64, Br, 16, 1>;
+        size_t bytes = (4 * Br + (D <= 64 ? 0 : 2 * 64)) * D * sizeof(bf16) + 4 * Br * sizeof(float);
+        cudaCheck(cudaFuncSetAttribute(dkdv, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+        dkdv<<<dim3(ceil_div(s.T, 64), s.NKV, s.B), 128, bytes>>>(d_k, d_v, d_out, lse, delta, q, k, v, doc_start,
+                                                                  doc_end, s);
+        launchCheck("attention_backward_dkdv_kernel3");
+        auto dq = attention_backward_dq_kernel3<D, 64, 32, 16, 1>;
+        dq<<<dim3(ceil_div(s.T, 64), s.NH, s.B), 128, 4 * 32 * D * sizeof(bf16)>>>(d_q, d_out, lse, delta, q, k, v,
+                                                                                   doc_start, s);
+        launchCheck("attention_backward_dq_kernel3");
+    });
 }
 
 void check_backward(int kernel, const AttentionCase& c, float amplitude) {

@@ -253,11 +253,8 @@ attention_forward_kernel4(bf16* out, float* lse, const bf16* q, const bf16* k, c
             multiply_ab<D, Bc>(acc, p, v_tiles + buffer * Bc * D);
         };
         if (j0 <= warp_i0 + 15) { // otherwise these keys come after all rows of the warp
-            if (j0 + Bc - 1 > warp_i0 || j0 < latest_start) {
-                use_tile(std::true_type{});
-            } else {
-                use_tile(std::false_type{});
-            }
+            bool edge = j0 + Bc - 1 > warp_i0 || j0 < latest_start;
+            edge ? use_tile(std::true_type{}) : use_tile(std::false_type{});
         }
         __syncthreads(); // all warps have used the tile that the next round overwrites
     }
@@ -271,15 +268,6 @@ attention_forward_kernel4(bf16* out, float* lse, const bf16* q, const bf16* k, c
     store_rows<D>(out + (b * T * s.NH + h) * HD, acc, 1 / row_sum[0], 1 / row_sum[1], warp_i0, T, s.NH * HD, HD);
 }
 
-template <int D, int Br, int Bc, int MIN_BLOCKS>
-void attention_forward_launch(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const int* doc_start,
-                              AttentionShape s, cudaStream_t stream) {
-    dim3 grid((unsigned)ceil_div(s.T, Br), (unsigned)s.NH, (unsigned)s.B);
-    size_t bytes = (size_t)4 * Bc * D * sizeof(bf16); // at most 32 KiB
-    attention_forward_kernel4<D, Br, Bc, MIN_BLOCKS><<<grid, Br * 2, bytes, stream>>>(out, lse, q, k, v, doc_start, s);
-    launchCheck("attention_forward_kernel4");
-}
-
 void attention_flash_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const int* doc_start,
                              AttentionShape s, cudaStream_t stream) {
     // out (N,A) =, lse (B,NH,T) =; q (N,NH,HD) and k (N,NKV,HD) with ld_qk from row to row, v (N,NKV,HD) with ld_v
@@ -288,15 +276,15 @@ void attention_flash_forward(bf16* out, float* lse, const bf16* q, const bf16* k
     if (((uintptr_t)q | (uintptr_t)k | (uintptr_t)v) % 16 != 0) {
         fatal("attention_flash_forward: q, k and v must be 16-byte aligned");
     }
-    if (s.HD <= 16) {
-        attention_forward_launch<16, 64, 64, 4>(out, lse, q, k, v, doc_start, s, stream);
-    } else if (s.HD <= 32) {
-        attention_forward_launch<32, 64, 64, 3>(out, lse, q, k, v, doc_start, s, stream);
-    } else if (s.HD <= 64) {
-        attention_forward_launch<64, 64, 64, 3>(out, lse, q, k, v, doc_start, s, stream);
-    } else {
-        attention_forward_launch<128, 64, 32, 2>(out, lse, q, k, v, doc_start, s, stream);
-    }
+    attention_dispatch(s.HD, [&](auto padded) {
+        constexpr int D = decltype(padded)::value, Br = 64, Bc = D <= 64 ? 64 : 32;
+        constexpr int MIN_BLOCKS = D <= 16 ? 4 : D <= 64 ? 3 : 2;
+        dim3 grid(ceil_div(s.T, Br), s.NH, s.B);
+        size_t bytes = 4 * Bc * D * sizeof(bf16); // at most 32 KiB
+        attention_forward_kernel4<D, Br, Bc, MIN_BLOCKS>
+            <<<grid, Br * 2, bytes, stream>>>(out, lse, q, k, v, doc_start, s);
+        launchCheck("attention_forward_kernel4");
+    });
 }
 
 // ----------------------------------------------------------------------------

@@ -206,21 +206,29 @@ grouped_matmul_backward_weight_kernel2(float* d_weight, const bf16* d_out, const
 // version 3: the tile core. x is the fastest coordinate of the grid: blocks that share a tile's rows run at the same
 // time, and the rows come from memory once. Bound by the tensor cores, on Hopper by the issue slots of mma.sync.
 
-// out (R,OC) = inp (R,C) weight[e]^T. A block owns 128 rows x 128 columns, a thread 8 x 16 of them. Tile columns
-// are rows of weight, in the order that gives a thread 8 neighbours at a time to store, 16 bytes.
+// out (R,OC) = inp (R,C) weight[e]^T with weight[e] (OC,C), or, if not TRANSPOSED, inp weight[e] with weight[e] (C,OC):
+// forward, and the gradient of inp from that of out. A block owns 128 rows x 128 columns, a thread 8 x 16 of them, and
+// stores 8 neighbours at a time, 16 bytes. TRANSPOSED: tile columns are rows of weight, taken in the order that gives a
+// thread its neighbours. Otherwise they are columns, whose order is given, and the lanes of a quad exchange.
+template <bool TRANSPOSED>
 __global__ void __launch_bounds__(TILE_THREADS)
-grouped_matmul_forward_kernel3(bf16* out, const bf16* inp, const bf16* weight, const int4* tile_list, int C, int OC) {
+grouped_matmul_kernel3(bf16* out, const bf16* inp, const bf16* weight, const int4* tile_list, int C, int OC) {
     int4 tile = tile_list[blockIdx.y];
     if (tile.x < 0) { return; } // past the last tile
     int row0 = tile.y, end = tile.z, o0 = blockIdx.x * 128;
     const bf16* w = weight + (size_t)tile.x * OC * C;
     AlongK<128> left(inp, C, [&](int r) { return row0 + r < end ? inp + (size_t)(row0 + r) * C : NULL; });
-    AlongK<128> right(w, C, [&](int n) {
-        int o = o0 + n / 32 * 32 + tile_column_order(n % 32);
-        return o < OC ? w + (size_t)o * C : NULL;
-    });
-    float acc[4][8][4];
-    matmul_tile<128>(acc, left, right, C);
+    float acc[4][8][4] = {};
+    if constexpr (TRANSPOSED) {
+        AlongK<128> right(w, C, [&](int n) {
+            int o = o0 + n / 32 * 32 + tile_column_order(n % 32);
+            return o < OC ? w + (size_t)o * C : NULL;
+        });
+        matmul_tile<128>(acc, left, right, C);
+    } else {
+        AcrossK<128, false> right(w, OC, o0, C, NULL);
+        matmul_tile<128>(acc, left, right, C);
+    }
     #pragma unroll
     for (int part = 0; part < 8; part++) {
         int r = row0 + tile_row(part);
@@ -229,33 +237,8 @@ grouped_matmul_forward_kernel3(bf16* out, const bf16* inp, const bf16* weight, c
             int o = o0 + tile_column<128>() + j * 8 + threadIdx.x % 4 * 8;
             float v[8];
             tile_take8(v, acc, part, j);
+            if constexpr (!TRANSPOSED) { quad_transpose(v); }
             if (r < end && o < OC) { store8(out + (size_t)r * OC + o, v); }
-        }
-    }
-}
-
-// d_inp (R,C) = d_out (R,OC) weight[e]. A block owns 128 rows x 128 columns. Tile columns are columns of weight here,
-// whose order is given: the lanes of a quad exchange before they store.
-__global__ void __launch_bounds__(TILE_THREADS)
-grouped_matmul_backward_inp_kernel3(bf16* d_inp, const bf16* d_out, const bf16* weight, const int4* tile_list, int C,
-                                    int OC) {
-    int4 tile = tile_list[blockIdx.y];
-    if (tile.x < 0) { return; } // past the last tile
-    int row0 = tile.y, end = tile.z, c0 = blockIdx.x * 128;
-    AlongK<128> left(d_out, OC, [&](int r) { return row0 + r < end ? d_out + (size_t)(row0 + r) * OC : NULL; });
-    AcrossK<128, false> right(weight + (size_t)tile.x * OC * C, C, c0, OC, NULL);
-    float acc[4][8][4];
-    matmul_tile<128>(acc, left, right, OC);
-    #pragma unroll
-    for (int part = 0; part < 8; part++) {
-        int r = row0 + tile_row(part);
-        #pragma unroll
-        for (int j = 0; j < 8; j += 4) {
-            int c = c0 + tile_column<128>() + j * 8 + threadIdx.x % 4 * 8;
-            float v[8];
-            tile_take8(v, acc, part, j);
-            quad_transpose(v);
-            if (r < end && c < C) { store8(d_inp + (size_t)r * C + c, v); }
         }
     }
 }
@@ -269,7 +252,7 @@ grouped_matmul_backward_weight_kernel3(float* d_weight, const bf16* d_out, const
     if (rows == 0) { return; } // nothing to add
     AcrossK<128, false> left(d_out + (size_t)row0 * OC, OC, o0, rows, NULL);
     AcrossK<128, false> right(inp + (size_t)row0 * C, C, c0, rows, NULL);
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     matmul_tile<128>(acc, left, right, rows);
     #pragma unroll
     for (int part = 0; part < 8; part++) {
@@ -280,9 +263,7 @@ grouped_matmul_backward_weight_kernel3(float* d_weight, const bf16* d_out, const
             if (o >= OC || c >= C) { continue; }
             float2* p = (float2*)(d_weight + ((size_t)e * OC + o) * C + c);
             float2 sum = *p;
-            sum.x += acc[part / 2][j][part % 2 * 2];
-            sum.y += acc[part / 2][j][part % 2 * 2 + 1];
-            *p = sum;
+            *p = make_float2(sum.x + acc[part / 2][j][part % 2 * 2], sum.y + acc[part / 2][j][part % 2 * 2 + 1]);
         }
     }
 }
@@ -304,7 +285,7 @@ grouped_matmul_gathered_forward_kernel4(bf16* out, const bf16* inp, const bf16* 
         int o = o0 + n / 32 * 32 + tile_column_order(n % 32);
         return o < OC ? w + (size_t)o * C : NULL;
     });
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     matmul_tile<128>(acc, left, right, C);
     #pragma unroll
     for (int part = 0; part < 8; part++) {
@@ -332,7 +313,7 @@ grouped_matmul_backward_weight_kernel4(float* d_weight, const bf16* d_out, const
     if (rows == 0) { return; } // nothing to add
     AcrossK<TILE_ROWS, GATHER_OUT> left(GATHER_OUT ? d_out : d_out + (size_t)row0 * OC, OC, o0, rows, row_token + row0);
     AcrossK<COLS, GATHER_INP> right(GATHER_INP ? inp : inp + (size_t)row0 * C, C, c0, rows, row_token + row0);
-    float acc[4][COLS / 16][4];
+    float acc[4][COLS / 16][4] = {};
     matmul_tile<COLS>(acc, left, right, rows);
     #pragma unroll
     for (int part = 0; part < 8; part++) {
@@ -343,9 +324,7 @@ grouped_matmul_backward_weight_kernel4(float* d_weight, const bf16* d_out, const
             if (o >= OC || c >= C) { continue; }
             float2* p = (float2*)(d_weight + ((size_t)e * OC + o) * C + c);
             float2 sum = *p;
-            sum.x += acc[part / 2][j][part % 2 * 2];
-            sum.y += acc[part / 2][j][part % 2 * 2 + 1];
-            *p = sum;
+            *p = make_float2(sum.x + acc[part / 2][j][part % 2 * 2], sum.y + acc[part / 2][j][part % 2 * 2 + 1]);
         }
     }
 }
@@ -369,7 +348,7 @@ experts_gate_up_forward_kernel5(bf16* gate_up, bf16* expert_act, const bf16* inp
         int f = f0 + n / 64 * 32 + tile_column_order(n % 32), is_up = n / 32 % 2;
         return f < F ? w + (size_t)(is_up * F + f) * C : NULL;
     });
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     matmul_tile<128>(acc, left, right, C);
     int f = f0 + (int)threadIdx.x / 64 * 32 + (int)threadIdx.x % 4 * 8;
     #pragma unroll
@@ -409,7 +388,7 @@ experts_down_backward_kernel5(bf16* gate_up, bf16* expert_act, float* router_par
     int row0 = tile.y, end = tile.z, f0 = blockIdx.x * 128;
     AlongK<128> left(d_out, C, [&](int r) { return row0 + r < end ? d_out + (size_t)row_token[row0 + r] * C : NULL; });
     AcrossK<128, false> right(down_proj + (size_t)tile.x * C * F, F, f0, C, NULL);
-    float acc[4][8][4];
+    float acc[4][8][4] = {};
     matmul_tile<128>(acc, left, right, C);
     #pragma unroll
     for (int part = 0; part < 8; part++) {
@@ -477,20 +456,13 @@ dim3 experts_grid(size_t columns, int block_columns, size_t R, size_t C, size_t 
     return dim3((unsigned)ceil_div(columns, block_columns), (unsigned)tiles);
 }
 
-void grouped_matmul_forward(bf16* out, const bf16* inp, const bf16* weight, Routing r, size_t R, size_t C, size_t OC,
-                            int E, cudaStream_t stream) {
-    // out (R,OC) = inp (R,C) weight[e]^T, weight is (E,OC,C)
-    grouped_matmul_forward_kernel3<<<experts_grid(OC, 128, R, C, OC, E), TILE_THREADS, tile_shared_bytes(128),
-                                     stream>>>(out, inp, weight, r.tile_list, (int)C, (int)OC);
-    launchCheck("grouped_matmul_forward");
-}
-
-void grouped_matmul_backward_inp(bf16* d_inp, const bf16* d_out, const bf16* weight, Routing r, size_t R, size_t C,
-                                 size_t OC, int E, cudaStream_t stream) {
-    // d_inp (R,C) = d_out (R,OC) weight[e]
-    grouped_matmul_backward_inp_kernel3<<<experts_grid(C, 128, R, C, OC, E), TILE_THREADS, tile_shared_bytes(128),
-                                          stream>>>(d_inp, d_out, weight, r.tile_list, (int)C, (int)OC);
-    launchCheck("grouped_matmul_backward_inp");
+template <bool TRANSPOSED>
+void grouped_matmul(bf16* out, const bf16* inp, const bf16* weight, Routing r, size_t R, size_t C, size_t OC, int E,
+                    cudaStream_t stream) {
+    // out (R,OC) = inp (R,C) weight[e]^T, weight (E,OC,C); if not TRANSPOSED inp weight[e], weight (E,C,OC)
+    grouped_matmul_kernel3<TRANSPOSED><<<experts_grid(OC, 128, R, C, OC, E), TILE_THREADS, tile_shared_bytes(128),
+                                         stream>>>(out, inp, weight, r.tile_list, (int)C, (int)OC);
+    launchCheck("grouped_matmul_kernel3");
 }
 
 template <int COLS, bool GATHER_OUT, bool GATHER_INP>
@@ -520,22 +492,12 @@ void experts_forward(bf16* expert_out, bf16* gate_up, bf16* expert_act, const bf
     // Backward needs gate_up (R,2F) only
     if (R == 0) { return; }
     experts_gate_up(gate_up, expert_act, inp, gate_up_proj, r, R, C, F, E, stream);
-    grouped_matmul_forward(expert_out, expert_act, down_proj, r, R, F, C, E, stream);
+    grouped_matmul<true>(expert_out, expert_act, down_proj, r, R, F, C, E, stream);
 }
 
 int experts_num_partials(size_t F) {
     // pieces of each router weight's gradient: one for 64 columns of expert_act, an even number
     return (int)(2 * ceil_div(F, 128));
-}
-
-void experts_down_backward(bf16* gate_up, bf16* expert_act, float* router_partials, const bf16* d_out,
-                           const bf16* down_proj, const float* router_weights, Routing r, size_t R, size_t C, size_t F,
-                           int E, cudaStream_t stream) {
-    // gate_up = its gradient; expert_act = router weight * act; router_partials (experts_num_partials(F), R) =
-    experts_down_backward_kernel5<<<experts_grid(F, 128, R, C, F, E), TILE_THREADS, tile_shared_bytes(128), stream>>>(
-        gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r.row_slot, r.row_token, r.tile_list, R,
-        (int)C, (int)F);
-    launchCheck("experts_down_backward");
 }
 
 void experts_backward(bf16* d_expert_in, float* d_gate_up_proj, float* d_down_proj, float* router_partials,
@@ -546,11 +508,13 @@ void experts_backward(bf16* d_expert_in, float* d_gate_up_proj, float* d_down_pr
     // is the gradient of the combined output. gate_up comes in as forward left it and goes out as its gradient;
     // expert_act is scratch
     if (R == 0) { return; }
-    experts_down_backward(gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r, R, C, F, E,
-                          stream);
+    experts_down_backward_kernel5<<<experts_grid(F, 128, R, C, F, E), TILE_THREADS, tile_shared_bytes(128), stream>>>(
+        gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r.row_slot, r.row_token, r.tile_list, R,
+        (int)C, (int)F);
+    launchCheck("experts_down_backward_kernel5");
     grouped_matmul_backward_weight<64, true, false>(d_down_proj, d_out, expert_act, r, F, C, E, stream);
     grouped_matmul_backward_weight<128, false, true>(d_gate_up_proj, gate_up, inp, r, C, 2 * F, E, stream);
-    grouped_matmul_backward_inp(d_expert_in, gate_up, gate_up_proj, r, R, C, 2 * F, E, stream);
+    grouped_matmul<false>(d_expert_in, gate_up, gate_up_proj, r, R, 2 * F, C, E, stream);
 }
 
 void experts_loop_forward(bf16* expert_out, bf16* gate_up, bf16* expert_act, bf16* expert_in, int* host_offsets,
@@ -700,7 +664,7 @@ void product_forward(int kernel, bf16* out, const bf16* inp, const bf16* weight,
         grouped_matmul_forward_kernel2<<<tiles, SIMPLE_THREADS>>>(out, inp, weight, d.routing.tile_list, (int)C,
                                                                   (int)OC);
     } else {
-        grouped_matmul_forward(out, inp, weight, d.routing, l.R, C, OC, l.E, 0);
+        grouped_matmul<true>(out, inp, weight, d.routing, l.R, C, OC, l.E, 0);
     }
     launchCheck("grouped_matmul_forward");
 }
@@ -722,7 +686,7 @@ void product_backward_inp(int kernel, bf16* d_inp, const bf16* d_out, const bf16
         grouped_matmul_backward_inp_kernel2<<<experts_grid(C, SIMPLE_COLS, l.R, C, OC, l.E), SIMPLE_THREADS>>>(
             d_inp, d_out, weight, d.routing.tile_list, (int)C, (int)OC);
     } else {
-        grouped_matmul_backward_inp(d_inp, d_out, weight, d.routing, l.R, C, OC, l.E, 0);
+        grouped_matmul<false>(d_inp, d_out, weight, d.routing, l.R, OC, C, l.E, 0);
     }
     launchCheck("grouped_matmul_backward_inp");
 }
@@ -1033,8 +997,10 @@ void bench_products(int kernel, const Layer& l, DeviceLayer& d) {
           [&] { product_forward(kernel, d.expert_out, d.expert_act, d.down_proj, l, d, F, C); });
     bench(title("d_act"), 0, flops, [&] {
         if (kernel == 5) { // overwrites gate_up with its gradient, again and again: wrong numbers, right time
-            experts_down_backward(d.gate_up, d.expert_act, d.router_partials, d.d_out, d.down_proj, d.router_weights,
-                                  d.routing, R, C, F, l.E, 0);
+            experts_down_backward_kernel5<<<experts_grid(F, 128, R, C, F, l.E), TILE_THREADS, tile_shared_bytes(128)>>>(
+                d.gate_up.data, d.expert_act.data, d.router_partials.data, d.d_out.data, d.down_proj.data,
+                d.router_weights.data, d.routing.row_slot, d.routing.row_token, d.routing.tile_list, R, (int)C, (int)F);
+            launchCheck("experts_down_backward_kernel5");
         } else {
             product_backward_inp(kernel, d.d_act, d.d_expert_out, d.down_proj, l, d, F, C);
         }

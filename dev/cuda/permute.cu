@@ -70,7 +70,6 @@ __global__ void permute_backward_kernel1(bf16* d_inp, const bf16* d_expert_in, c
 }
 
 // ---- train_moe.cu has from here
-const int EXPERT_TILE_ROWS = 128; // of a tile of tile_list
 const int ROUTE_MAX_EXPERTS = 1024;
 const int ROUTE_WARPS = 8, ROUTE_CHUNK_SLOTS = 2048; // of a block; each warp has an eighth of the chunk's slots
 
@@ -89,19 +88,8 @@ __device__ inline int route_scan_in_place(int* x, int count) {
     return total;
 }
 
-// next (E) += the number of slots begin..end that chose each expert, by one warp. Of the lanes with the same expert the
-// first adds for all: no two lanes touch the same counter, so no atomics are needed.
-__device__ inline void route_count_warp(int* next, const int* router_indices, int begin, int end) {
-    int lane = threadIdx.x % 32;
-    for (int first = begin; first < end; first += 32) {
-        int slot = first + lane, e = slot < end ? router_indices[slot] : -1;
-        unsigned peers = __match_any_sync(0xffffffff, e);
-        if (e >= 0 && lane == __ffs(peers) - 1) { next[e] += __popc(peers); }
-        __syncwarp(); // the counters of these 32 slots are written
-    }
-}
-
-// Rows for the slots begin..end, by one warp: next (E) is the row of its next slot of each expert.
+// Rows for the slots begin..end, by one warp: next (E) is the row of its next slot of each expert. Of the lanes with
+// the same expert the first moves the row on for all.
 __device__ inline void route_place_warp(Routing r, int* next, const int* router_indices, int begin, int end, int K) {
     int lane = threadIdx.x % 32;
     for (int first = begin; first < end; first += 32) {
@@ -147,7 +135,7 @@ __global__ void __launch_bounds__(1024) route_scan_kernel3(Routing r, int* chunk
         if (lane == 0) {
             r.tokens_per_expert[e] = total;
             first_row[e] = total;
-            first_tile[e] = (int)ceil_div(total, EXPERT_TILE_ROWS);
+            first_tile[e] = (int)ceil_div(total, TILE_ROWS);
         }
     }
     __syncthreads(); // the counts of all experts are there
@@ -160,8 +148,8 @@ __global__ void __launch_bounds__(1024) route_scan_kernel3(Routing r, int* chunk
     for (int e = threadIdx.x; e <= E; e += blockDim.x) { r.expert_offsets[e] = first_row[e]; }
     for (int e = warp; e < E; e += 32) {
         for (int tile = first_tile[e] + lane; tile < first_tile[e + 1]; tile += 32) {
-            int row = first_row[e] + (tile - first_tile[e]) * EXPERT_TILE_ROWS;
-            r.tile_list[tile] = make_int4(e, row, min(row + EXPERT_TILE_ROWS, first_row[e + 1]), 0);
+            int row = first_row[e] + (tile - first_tile[e]) * TILE_ROWS;
+            r.tile_list[tile] = make_int4(e, row, min(row + TILE_ROWS, first_row[e + 1]), 0);
         }
     }
     for (int tile = first_tile[E] + threadIdx.x; tile < tiles; tile += blockDim.x) {
@@ -180,7 +168,9 @@ route_place_kernel3(Routing r, const int* chunk_counts, const int* router_indice
     __syncthreads(); // the counters are zero
     int share = ROUTE_CHUNK_SLOTS / ROUTE_WARPS, begin = blockIdx.x * ROUTE_CHUNK_SLOTS + warp * share;
     int end = min(begin + share, slots);
-    route_count_warp(next + warp * E, router_indices, begin, end);
+    for (int slot = begin + threadIdx.x % 32; slot < end; slot += 32) {
+        atomicAdd(&next[warp * E + router_indices[slot]], 1);
+    }
     __syncthreads(); // the counts of all warps are there
     for (int e = threadIdx.x; e < E; e += blockDim.x) {
         int row = r.expert_offsets[e] + chunk_counts[(size_t)e * gridDim.x + blockIdx.x];
@@ -202,7 +192,7 @@ void route_rows(Routing r, int* chunk_counts, const int* router_indices, size_t 
     size_t slots = N * K;
     if (E < 1 || E > ROUTE_MAX_EXPERTS) { fatal("route_rows: experts must be 1 to %d, is %d", ROUTE_MAX_EXPERTS, E); }
     if (slots > INT_MAX / 2) { fatal("route_rows: tokens * experts per token must be at most 2^30, is %zu", slots); }
-    int chunks = (int)ceil_div(slots, ROUTE_CHUNK_SLOTS), tiles = (int)(slots / EXPERT_TILE_ROWS + E);
+    int chunks = (int)ceil_div(slots, ROUTE_CHUNK_SLOTS), tiles = (int)(slots / TILE_ROWS + E);
     if (slots > 0) {
         route_count_kernel3<<<chunks, 32 * ROUTE_WARPS, E * sizeof(int), stream>>>(chunk_counts, router_indices,
                                                                                    (int)slots, E);
@@ -297,14 +287,16 @@ route_rows_kernel2(Routing r, const int* router_indices, int slots, int E, int K
     for (int i = threadIdx.x; i < ROUTE_WARPS * E; i += blockDim.x) { next[i] = 0; }
     __syncthreads(); // the counters are zero
     int share = (int)ceil_div(slots, ROUTE_WARPS), begin = min(warp * share, slots), end = min(begin + share, slots);
-    route_count_warp(next + warp * E, router_indices, begin, end);
+    for (int slot = begin + threadIdx.x % 32; slot < end; slot += 32) {
+        atomicAdd(&next[warp * E + router_indices[slot]], 1);
+    }
     __syncthreads(); // the counts of all warps are there
     for (int e = threadIdx.x; e < E; e += blockDim.x) {
         int total = 0;
         for (int w = 0; w < ROUTE_WARPS; w++) { total += next[w * E + e]; }
         r.tokens_per_expert[e] = total;
         first_row[e] = total;
-        first_tile[e] = (int)ceil_div(total, EXPERT_TILE_ROWS);
+        first_tile[e] = (int)ceil_div(total, TILE_ROWS);
     }
     __syncthreads(); // the counts of all experts are there
     if (warp < 2) {
@@ -321,8 +313,8 @@ route_rows_kernel2(Routing r, const int* router_indices, int slots, int E, int K
             row += count;
         }
         for (int tile = first_tile[e]; tile < first_tile[e + 1]; tile++) {
-            int first = first_row[e] + (tile - first_tile[e]) * EXPERT_TILE_ROWS;
-            r.tile_list[tile] = make_int4(e, first, min(first + EXPERT_TILE_ROWS, first_row[e + 1]), 0);
+            int first = first_row[e] + (tile - first_tile[e]) * TILE_ROWS;
+            r.tile_list[tile] = make_int4(e, first, min(first + TILE_ROWS, first_row[e + 1]), 0);
         }
     }
     for (int e = threadIdx.x; e <= E; e += blockDim.x) { r.expert_offsets[e] = first_row[e]; }
@@ -337,7 +329,7 @@ route_rows_kernel2(Routing r, const int* router_indices, int slots, int E, int K
 // launchers of all rungs
 
 void run_route_rows(int kernel, Routing r, int* chunk_counts, const int* router_indices, size_t N, int E, int K) {
-    int slots = (int)(N * K), tiles = slots / EXPERT_TILE_ROWS + E;
+    int slots = (int)(N * K), tiles = slots / TILE_ROWS + E;
     if (kernel == 3) {
         route_rows(r, chunk_counts, router_indices, N, E, K, 0);
     } else if (kernel == 2) {
@@ -345,7 +337,7 @@ void run_route_rows(int kernel, Routing r, int* chunk_counts, const int* router_
         route_rows_kernel2<<<1, 32 * ROUTE_WARPS, bytes>>>(r, router_indices, slots, E, K, tiles);
         launchCheck("route_rows_kernel2");
     } else {
-        route_rows_kernel1<<<1, 1>>>(r, router_indices, slots, E, K, EXPERT_TILE_ROWS, tiles);
+        route_rows_kernel1<<<1, 1>>>(r, router_indices, slots, E, K, TILE_ROWS, tiles);
         launchCheck("route_rows_kernel1");
     }
 }
@@ -388,7 +380,7 @@ struct DeviceRouting {
     Device<int4> tile_list;
     DeviceRouting(size_t N, int E, int K)
         : tokens_per_expert(E), expert_offsets(E + 1), row_slot(N * K), slot_row(N * K), row_token(N * K),
-          tile_list(N * K / EXPERT_TILE_ROWS + E) {}
+          tile_list(N * K / TILE_ROWS + E) {}
     operator Routing() { return {tokens_per_expert, expert_offsets, row_slot, slot_row, row_token, tile_list}; }
 };
 
@@ -417,8 +409,8 @@ void route_rows_match_cpu(int kernel, size_t N, int E, int K, Load load) {
     for (int slot : want.row_slot) { tokens.push_back(slot / K); }
     check_equal(what, got.row_token.get(), tokens);
     for (int e = 0; e < E; e++) {
-        for (int row = want.expert_offsets[e]; row < want.expert_offsets[e + 1]; row += EXPERT_TILE_ROWS) {
-            tiles.insert(tiles.end(), {e, row, std::min(row + EXPERT_TILE_ROWS, want.expert_offsets[e + 1]), 0});
+        for (int row = want.expert_offsets[e]; row < want.expert_offsets[e + 1]; row += TILE_ROWS) {
+            tiles.insert(tiles.end(), {e, row, std::min(row + TILE_ROWS, want.expert_offsets[e + 1]), 0});
         }
     }
     while (tiles.size() < 4 * got.tile_list.count) { tiles.insert(tiles.end(), {-1, 0, 0, 0}); }

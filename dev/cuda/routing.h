@@ -4,13 +4,15 @@
 
 #include "common.h"
 
+const int TILE_ROWS = 128; // of a tile of the experts' products
+
 typedef struct {            // everything on the device
     int* tokens_per_expert; // (E)
     int* expert_offsets;    // (E+1) expert e owns rows expert_offsets[e] .. expert_offsets[e+1]
     int* row_slot;          // (R) row -> slot n*K+k
     int* slot_row;          // (N,K) slot -> row
     int* row_token;         // (R) row -> token
-    int4* tile_list;        // (R/128 + E) {expert, first row, end row, 0}; {-1,0,0,0} past the last
+    int4* tile_list;        // (R/TILE_ROWS + E) {expert, first row, end row, 0}; {-1,0,0,0} past the last
 } Routing;
 
 #endif

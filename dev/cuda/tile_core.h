@@ -1,4 +1,4 @@
-// tile_core.h: the matrix product inside the expert kernels of train_moe.cu. common.h first.
+// tile_core.h: the matrix product inside the expert kernels of train_moe.cu. routing.h first.
 #ifndef DEV_CUDA_TILE_CORE_H
 #define DEV_CUDA_TILE_CORE_H
 
@@ -21,10 +21,7 @@
 // What lies beyond an edge is copied as zeros (cpa16 reads nothing then), in both operands: 0 times whatever was there
 // could be NaN.
 
-constexpr int TILE_ROWS = 128;
-constexpr int TILE_STEP = 32;
-constexpr int TILE_STAGES = 3;
-constexpr int TILE_THREADS = 128;
+const int TILE_STEP = 32, TILE_STAGES = 3, TILE_THREADS = 128;
 
 // Tile row r of the operand is a row of memory, from wherever the kernel says: a gather costs nothing here.
 //
@@ -138,40 +135,27 @@ __device__ inline int tile_row(int part) {
 }
 template <int COLS> __device__ inline int tile_column() { return threadIdx.x / 64 * (COLS / 2); }
 
-// acc = left operand times right operand, sum of `length` products each. One barrier a step.
+// acc += left operand times right operand, sum of `length` products each. One barrier a step.
 template <int COLS, class Left, class Right>
 __device__ inline void matmul_tile(float (&acc)[4][COLS / 16][4], Left& left, Right& right, int length) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     constexpr int LEFT_SIZE = TILE_ROWS * TILE_STEP, STAGE_SIZE = LEFT_SIZE + COLS * TILE_STEP;
-    bf16* stages = (bf16*)shared_bytes;
     int warp_row = threadIdx.x / 32 % 2 * 64, warp_column = tile_column<COLS>();
     int steps = (length + TILE_STEP - 1) / TILE_STEP;
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        #pragma unroll
-        for (int j = 0; j < COLS / 16; j++) {
-            #pragma unroll
-            for (int q = 0; q < 4; q++) { acc[i][j][q] = 0; }
-        }
-    }
-    for (int s = 0; s < TILE_STAGES - 1; s++) {
-        if (s < steps) {
-            left.load(stages + s * STAGE_SIZE, s * TILE_STEP);
-            right.load(stages + s * STAGE_SIZE + LEFT_SIZE, s * TILE_STEP);
+    auto stage_of = [&](int step) { return (bf16*)shared_bytes + step % TILE_STAGES * STAGE_SIZE; };
+    auto load_step = [&](int step) {
+        if (step < steps) {
+            left.load(stage_of(step), step * TILE_STEP);
+            right.load(stage_of(step) + LEFT_SIZE, step * TILE_STEP);
         }
         cpa_commit(); // an empty group too: cpa_wait counts them
-    }
-    int use = 0, fill = TILE_STAGES - 1;
-    for (int s = 0; s < steps; s++) {
+    };
+    for (int step = 0; step < TILE_STAGES - 1; step++) { load_step(step); }
+    for (int step = 0; step < steps; step++) {
         cpa_wait<TILE_STAGES - 2>();
-        __syncthreads(); // step s has landed for all threads, and all are done with step s-1, whose stage is filled now
-        int ahead = s + TILE_STAGES - 1;
-        if (ahead < steps) {
-            left.load(stages + fill * STAGE_SIZE, ahead * TILE_STEP);
-            right.load(stages + fill * STAGE_SIZE + LEFT_SIZE, ahead * TILE_STEP);
-        }
-        cpa_commit();
-        bf16 *left_tile = stages + use * STAGE_SIZE, *right_tile = left_tile + LEFT_SIZE;
+        __syncthreads(); // this step has landed for all threads; all are done with the one before: its stage is free
+        load_step(step + TILE_STAGES - 1);
+        bf16 *left_tile = stage_of(step), *right_tile = left_tile + LEFT_SIZE;
         #pragma unroll
         for (int k = 0; k < TILE_STEP; k += 16) {
             uint32_t a[4][4];
@@ -189,8 +173,6 @@ __device__ inline void matmul_tile(float (&acc)[4][COLS / 16][4], Left& left, Ri
                 }
             }
         }
-        use = use + 1 == TILE_STAGES ? 0 : use + 1;
-        fill = fill + 1 == TILE_STAGES ? 0 : fill + 1;
     }
 }
 
