@@ -91,26 +91,24 @@ template <class T> struct Params {
 
 template <class T> void params_point(Params<T>* p, T* arena, const ParamTable* padded, const MoEConfig* config) {
     // gives each name of the model its place in the arena; p->layers must have room for L layers
-    p->embed_tokens = arena + param_find(padded, "model.embed_tokens.weight")->offset;
-    p->norm = arena + param_find(padded, "model.norm.weight")->offset;
-    p->lm_head = config->tie_word_embeddings ? p->embed_tokens : arena + param_find(padded, "lm_head.weight")->offset;
+    auto at = [&](const char* name, int l) { return arena + param_find(padded, name, l)->offset; };
+    p->embed_tokens = at("model.embed_tokens.weight", -1);
+    p->norm = at("model.norm.weight", -1);
+    p->lm_head = config->tie_word_embeddings ? p->embed_tokens : at("lm_head.weight", -1);
     for (int l = 0; l < config->num_hidden_layers; l++) {
         LayerParams<T>* w = &p->layers[l];
-        w->input_layernorm = arena + param_find(padded, "model.layers.%d.input_layernorm.weight", l)->offset;
-        w->qkv_proj = arena + param_find(padded, "model.layers.%d.self_attn.q_proj.weight", l)->offset;
-        w->q_norm = arena + param_find(padded, "model.layers.%d.self_attn.q_norm.weight", l)->offset;
-        w->k_norm = arena + param_find(padded, "model.layers.%d.self_attn.k_norm.weight", l)->offset;
-        w->o_proj = arena + param_find(padded, "model.layers.%d.self_attn.o_proj.weight", l)->offset;
-        w->post_attention_layernorm =
-            arena + param_find(padded, "model.layers.%d.post_attention_layernorm.weight", l)->offset;
         bool moe = config_layer_is_moe(config, l);
-        const char* gate =
-            moe ? "model.layers.%d.mlp.experts.0.gate_proj.weight" : "model.layers.%d.mlp.gate_proj.weight";
-        const char* down =
-            moe ? "model.layers.%d.mlp.experts.0.down_proj.weight" : "model.layers.%d.mlp.down_proj.weight";
-        w->router = moe ? arena + param_find(padded, "model.layers.%d.mlp.gate.weight", l)->offset : NULL;
-        w->gate_up_proj = arena + param_find(padded, gate, l)->offset;
-        w->down_proj = arena + param_find(padded, down, l)->offset;
+        w->input_layernorm = at("model.layers.%d.input_layernorm.weight", l);
+        w->qkv_proj = at("model.layers.%d.self_attn.q_proj.weight", l);
+        w->q_norm = at("model.layers.%d.self_attn.q_norm.weight", l);
+        w->k_norm = at("model.layers.%d.self_attn.k_norm.weight", l);
+        w->o_proj = at("model.layers.%d.self_attn.o_proj.weight", l);
+        w->post_attention_layernorm = at("model.layers.%d.post_attention_layernorm.weight", l);
+        w->router = moe ? at("model.layers.%d.mlp.gate.weight", l) : NULL;
+        w->gate_up_proj = at(moe ? "model.layers.%d.mlp.experts.0.gate_proj.weight"
+                             : "model.layers.%d.mlp.gate_proj.weight", l);
+        w->down_proj = at(moe ? "model.layers.%d.mlp.experts.0.down_proj.weight"
+                          : "model.layers.%d.mlp.down_proj.weight", l);
     }
 }
 
@@ -589,7 +587,7 @@ int rope_lanes(int HD) {
 void qk_norm_rope_forward(bf16* qk, float* rstd, const bf16* qkv, const bf16* q_norm, const bf16* k_norm,
                           const float* rope, size_t N, size_t T, int NH, int NKV, int HD, float eps,
                           cudaStream_t stream) {
-    // qk (N,(NH+NKV)*HD) =, rstd (N,NH+NKV) =; qkv (N,(NH+2*NKV)*HD); rope: see rope_table; token n is at position n % T
+    // qk (N,(NH+NKV)*HD) =, rstd (N,NH+NKV) =; qkv (N,(NH+2*NKV)*HD); rope (T,HD): rope_table; token n is at n % T
     int lanes = rope_lanes(HD);
     if (N == 0) { return; }
     size_t wanted = ceil_div((size_t)(NH + NKV) * lanes, 32) * 32, threads = wanted < 256 ? wanted : 256;
@@ -3242,14 +3240,9 @@ void phase(Model* model, enum Phase p, int layer) {
 }
 
 AttentionShape attention_shape(const MoEConfig* c, size_t B, size_t T) {
-    AttentionShape s;
-    s.B = B;
-    s.T = T;
-    s.NH = c->num_attention_heads;
-    s.NKV = c->num_key_value_heads;
-    s.HD = c->head_dim;
-    s.ld_qk = (size_t)(s.NH + s.NKV) * s.HD;
-    s.ld_v = s.ld_d = (size_t)(s.NH + 2 * s.NKV) * s.HD;
+    int NH = c->num_attention_heads, NKV = c->num_key_value_heads, HD = c->head_dim;
+    size_t qk = (size_t)(NH + NKV) * HD, qkv = (size_t)(NH + 2 * NKV) * HD;
+    AttentionShape s = {B, T, NH, NKV, HD, qk, qkv, qkv};
     return s;
 }
 
@@ -3553,16 +3546,10 @@ void model_update(Model* model, int64_t step, double lr, const Options* opt) {
     // One AdamW step; `step` counts from 1. Clipping as torch.nn.utils.clip_grad_norm_: times min(1, clip / (norm +
     // 1e-6)), on the device; a norm that is not finite changes nothing.
     phase(model, PHASE_OPTIMIZER, -1);
-    AdamW a;
-    a.lr = (float)lr;
-    a.beta1 = (float)opt->beta1;
-    a.beta2 = (float)opt->beta2;
-    a.eps = (float)opt->eps;
-    a.weight_decay = (float)opt->weight_decay;
-    a.correction1 = (float)(1 - pow(opt->beta1, (double)step));
-    a.correction2 = (float)(1 - pow(opt->beta2, (double)step));
-    a.grad_clip = (float)opt->grad_clip;
-    a.rounding_key = hash64(hash64((uint64_t)opt->seed) ^ (uint64_t)step);
+    uint64_t rounding_key = hash64(hash64((uint64_t)opt->seed) ^ (uint64_t)step);
+    AdamW a = {(float)lr, (float)opt->beta1, (float)opt->beta2, (float)opt->eps, (float)opt->weight_decay,
+               (float)(1 - pow(opt->beta1, (double)step)), (float)(1 - pow(opt->beta2, (double)step)),
+               (float)opt->grad_clip, rounding_key};
     if (model->switches.fused_optimizer) {
         adamw_fused(model->params, model->master, model->grads, model->m, model->v, model->grad_norm, model->ranges,
                     model->num_ranges, model->places.num_parameters, a, model->stream);

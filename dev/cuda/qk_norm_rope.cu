@@ -255,7 +255,7 @@ int rope_lanes(int HD) {
 void qk_norm_rope_forward(bf16* qk, float* rstd, const bf16* qkv, const bf16* q_norm, const bf16* k_norm,
                           const float* rope, size_t N, size_t T, int NH, int NKV, int HD, float eps,
                           cudaStream_t stream) {
-    // qk (N,(NH+NKV)*HD) =, rstd (N,NH+NKV) =; qkv (N,(NH+2*NKV)*HD); rope: see rope_table; token n is at position n % T
+    // qk (N,(NH+NKV)*HD) =, rstd (N,NH+NKV) =; qkv (N,(NH+2*NKV)*HD); rope (T,HD): rope_table; token n is at n % T
     int lanes = rope_lanes(HD);
     if (N == 0) { return; }
     size_t wanted = ceil_div((size_t)(NH + NKV) * lanes, 32) * 32, threads = wanted < 256 ? wanted : 256;
