@@ -251,7 +251,7 @@ def ctrl_c_finishes_the_step_saves_and_exits_130():
 
 
 @cpu_test
-def what_ctrl_c_says_is_saved_is_saved():  # also when it comes in the midst of validating, sampling or saving
+def what_a_signal_says_is_saved_is_saved():  # also when it comes in the midst of validating, sampling or saving
     rng = random.Random(2)
     val = shard(folder("data/val.bin"), tokens_of(text_of(20, seed=2)))
     for i in range(8):
@@ -259,7 +259,7 @@ def what_ctrl_c_says_is_saved_is_saved():  # also when it comes in the midst of 
         process = start_and_wait([*TINY, "--train-data", stories(), *LONG, "--val-data", val, "--val-every", 1, "--sample-every", 1,
                                   "--save-every", 10, "--out", out, "--metrics", folder("m.jsonl")], rng.randint(1, 4))
         time.sleep(rng.uniform(0, 0.03))
-        code, printed, err = end(process, signal.SIGINT)
+        code, printed, err = end(process, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)[i % 3])
         check(code == 130, f"exit code {code}: {err}")
         said = int(printed.rsplit("interrupted after step ", 1)[1].split(",")[0])
         check(steps_in(out) and steps_in(out)[-1] == said, f"it says step {said}, saved are {steps_in(out)}")
