@@ -3574,6 +3574,7 @@ typedef struct {
     Model* model;
     size_t context; // the most positions
     int* tokens;    // (context) on the device
+    int* fed;       // the same on the host
     float* logits;  // (vocab_size) of the last token fed, on the host
 } Decoder;
 
@@ -3582,13 +3583,14 @@ void decoder_create(Decoder* d, Model* model) {
     d->model = model;
     d->context = model->T;
     d->tokens = (int*)device_alloc(d->context * sizeof(int));
+    d->fed = (int*)callocCheck(d->context, sizeof(int));
     d->logits = (float*)mallocCheck(model->config.vocab_size * sizeof(float));
-    cudaCheck(cudaMemsetAsync(d->tokens, 0, d->context * sizeof(int), model->stream));
     model_sums_begin(model); // nobody reads them
 }
 
 void decoder_free(Decoder* d) {
     if (d->tokens) { cudaCheck(cudaFree(d->tokens)); }
+    free(d->fed);
     free(d->logits);
 }
 
@@ -3597,8 +3599,9 @@ const float* decode(void* decoder, int token, size_t position, bool want_logits)
     Decoder* d = (Decoder*)decoder;
     Model one = *d->model; // its weights and buffers, for one sequence
     size_t C = one.padded.hidden_size, V = one.padded.vocab_size, T = ceil_div(position + 1, 64) * 64;
-    cudaCheck(cudaMemcpyAsync(d->tokens + position, &token, sizeof(int), cudaMemcpyHostToDevice, one.stream));
+    d->fed[position] = token;
     if (!want_logits) { return NULL; }
+    cudaCheck(cudaMemcpyAsync(d->tokens, d->fed, d->context * sizeof(int), cudaMemcpyHostToDevice, one.stream));
     one.switches.attention = ATTENTION_FLASH; // which has nothing to prepare for each length
     one.B = 1;
     one.T = T < d->context ? T : d->context; // a plan of cuBLASLt serves 64 lengths; later positions are not seen

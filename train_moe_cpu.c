@@ -195,12 +195,12 @@ void* arena_alloc(size_t bytes) {
 
 void arena_touch(void* arena, size_t bytes) {
     // gives every page its memory now, many of them to a call of the system: met one by one, each would be a page fault
-    // in the first step. All threads take part, in the order in which they will read and write.
+    // in the first step. The threads take turns, so that each tensor lies on all nodes of the machine.
 #ifdef MADV_POPULATE_WRITE
     const size_t page = (size_t)sysconf(_SC_PAGESIZE), chunk = 1024 * page;
     char* begin = (char*)arena + (page - (uintptr_t)arena % page) % page; // what stands before it is touched in time
     size_t chunks = bytes > page ? (bytes - page) / chunk : 0;
-    #pragma omp parallel for schedule(static)
+    #pragma omp parallel for schedule(static, 1)
     for (size_t i = 0; i < chunks; i++) { madvise(begin + i * chunk, chunk, MADV_POPULATE_WRITE); } // may fail
 #else
     (void)arena, (void)bytes;
@@ -1423,9 +1423,11 @@ void model_create(Model* model, const MoEConfig* config, Switches switches, size
     }
     MemoryPlan plan = memory_plan(&model->acts, config, table, &switches, B, T, training);
     Arena mem = {(char*)arena_alloc(plan.activations + plan.logits + plan.backward), 0};
-    real* arenas[] = {model->params, model->grads, model->m, model->v};
-    for (int i = 0; i < 4 && arenas[i]; i++) { arena_touch(arenas[i], table->num_parameters * sizeof(real)); }
-    arena_touch(mem.base, plan.activations + plan.logits + plan.backward);
+    if (training) { // only then is all of it used: generation has activations of its own
+        real* arenas[] = {model->params, model->grads, model->m, model->v};
+        for (int i = 0; i < 4; i++) { arena_touch(arenas[i], table->num_parameters * sizeof(real)); }
+        arena_touch(mem.base, plan.activations + plan.logits + plan.backward);
+    }
     acts_layout(&model->acts, &mem, config, B, T, switches.attention);
     if (training) { backward_layout(&model->acts, &mem, config, B, T); }
     size_t before_logits = mem.used / sizeof(real);

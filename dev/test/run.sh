@@ -82,7 +82,7 @@ emulate() { "$PYTHON" dev/test/emulate.py "$@" >/dev/null; }
 if [ -f train_moe.cu ]; then
     if wanted test_nvcc; then report test_nvcc "$PYTHON" dev/test/test_nvcc.py; fi
     if wanted test_moe; then
-        emulate fast test_moe.cu
+        emulate fast test_moe.cu || build_failed test_moe
         together test_moe build/test/test_moe
     fi
     for name in test_goldens test_program_resume test_program_training test_program_bad_input test_program_evaluation; do
