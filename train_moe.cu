@@ -1727,7 +1727,6 @@ void router_backward_weight(float* d_router, const float* d_router_logits, const
 // no token is dropped and no expert has a capacity (dropless, MegaBlocks: Gale et al. 2022). Nothing is scattered: each
 // output has one owner that gathers what belongs to it, in one order.
 
-const int ROUTE_MAX_EXPERTS = 1024;
 const int ROUTE_WARPS = 8, ROUTE_CHUNK_SLOTS = 2048; // of a block; each warp has an eighth of the chunk's slots
 
 // x[0..count) = its exclusive prefix sum, by one warp, 32 at a time; every lane gets the total
@@ -1847,7 +1846,7 @@ void route_rows(Routing r, int* chunk_counts, const int* router_indices, size_t 
     // everything in r (=) from router_indices (N,K); chunk_counts (route_chunk_ints(N*K, E)) is scratch. No token is
     // dropped and the host learns nothing: whoever needs the counts reads them on the device.
     size_t slots = N * K;
-    if (E < 1 || E > ROUTE_MAX_EXPERTS) { fatal("route_rows: experts must be 1 to %d, is %d", ROUTE_MAX_EXPERTS, E); }
+    if (E < 1 || E > ROUTER_MAX_EXPERTS) { fatal("route_rows: experts must be 1 to %d, is %d", ROUTER_MAX_EXPERTS, E); }
     if (slots > INT_MAX / 2) { fatal("route_rows: tokens * experts per token must be at most 2^30, is %zu", slots); }
     int chunks = (int)ceil_div(slots, ROUTE_CHUNK_SLOTS), tiles = (int)(slots / TILE_ROWS + E);
     if (slots > 0) {
@@ -2905,7 +2904,7 @@ void all_reduce_wait(MultiGpu* g, cudaStream_t compute) {
 }
 
 // the collectives' stream waits for what compute has been given so far
-static void all_reduce_after(MultiGpu* g, cudaStream_t compute) {
+void all_reduce_after(MultiGpu* g, cudaStream_t compute) {
     cudaCheck(cudaEventRecord(g->ready, compute));
     cudaCheck(cudaStreamWaitEvent(g->stream, g->ready, 0));
 }
@@ -3568,7 +3567,7 @@ void model_evaluate(Model* model, const Microbatch* mb) {
 
 // ----------------------------------------------------------------------------
 // generation, as in llm.c without a cache of keys and values: for each new token the whole context goes through
-// model_forward. What samples is what was trained, kernel for kernel, and on a GPU a context is one small microbatch.
+// model_forward, the kernels that train (attention is always the flash version). A context is one small microbatch.
 
 typedef struct {
     Model* model;
@@ -3627,8 +3626,11 @@ void copy_numbers(const Model* model, void* arena, size_t size, const ParamTenso
         size_t row = (begin + i) / columns, column = (begin + i) % columns, left = columns - column;
         run = columns == padded || count - i < left ? count - i : left;
         char *there = (char*)arena + (place->offset + row * padded + column) * size, *here = (char*)host + i * size;
-        bool out = kind == cudaMemcpyHostToDevice;
-        cudaCheck(cudaMemcpy(out ? there : here, out ? here : there, run * size, kind));
+        if (kind == cudaMemcpyHostToDevice) {
+            cudaCheck(cudaMemcpy(there, here, run * size, kind));
+        } else {
+            cudaCheck(cudaMemcpy(here, there, run * size, kind));
+        }
     }
 }
 
@@ -3865,7 +3867,8 @@ void trainer_microbatch(Trainer* t, Microbatch* mb) {
 }
 
 void trainer_read_sums(Trainer* t) {
-    // model.host_sums = step_sums, then the gradient norm; the one moment of a step when the host waits for the device
+    // model.host_sums = step_sums, then the gradient norm; the one moment of a step when the host waits for
+    // the device (--experts loop waits in each layer, too)
     Model* model = &t->model;
     size_t count = step_sums_count(model);
     cudaCheck(cudaMemcpyAsync(model->host_sums, model->step_sums, count * sizeof(double), cudaMemcpyDeviceToHost,
@@ -4072,7 +4075,7 @@ void dry_run(const Run* run) {
 const Run* planned_run; // whose plan is printed where memory runs out
 
 void print_plan_out_of_memory(void) {
-    if (planned_run && planned_run->opt.batch_size > 0) { print_memory_plan(planned_run, stderr); }
+    if (planned_run && planned_run->trains) { print_memory_plan(planned_run, stderr); }
 }
 
 void dump_routing(void* ctx, int layer, float* logits, int* indices, float* weights) {
@@ -4166,7 +4169,7 @@ int train(Trainer* t) {
     double ranks = t->gpus.num_ranks;
     StepMetrics metrics;
     step_metrics_create(&metrics, t->run.config.num_hidden_layers);
-    stop_on_signals();
+    signals_begin_loop();
     if (opt->steps == 0 && opt->out) { trainer_save(t); } // no training: what was loaded, as a checkpoint
     bool stop = false; // looked at once a step: after a Ctrl-C there is a last step, and it is saved
     while (t->step < opt->steps && !stop) {
@@ -4179,7 +4182,7 @@ int train(Trainer* t) {
         if (t->gpus.rank == 0) { // now: a validation will overwrite host_sums
             logger_experts(&t->logger, &metrics, t->model.host_sums + SUM_LOAD, t->run.config.num_experts);
         }
-        stop = multi_gpu_stop_flag(&t->gpus, interrupted);
+        stop = multi_gpu_stop_flag(&t->gpus, interrupted());
         bool done = t->step == opt->steps;
         if (opt->out && (stop || is_due(opt->save_every, t->step, done))) { trainer_save(t); }
         bool validate = t->run.has_val && is_due(opt->val_every, t->step, done);
@@ -4278,6 +4281,7 @@ void trainer_close(Trainer* t) {
 int main(int argc, char** argv) {
     const char* slash = strrchr(argv[0], '/');
     program_name = slash ? slash + 1 : argv[0];
+    signals_open();
     Trainer* t = (Trainer*)callocCheck(1, sizeof(Trainer));
     Run* run = &t->run;
     const Options* opt = &run->opt;

@@ -2235,7 +2235,7 @@ int train(Trainer* t) {
     const Options* opt = &t->run.opt;
     StepMetrics metrics;
     step_metrics_create(&metrics, t->run.config.num_hidden_layers);
-    stop_on_signals();
+    signals_begin_loop();
     if (opt->steps == 0 && opt->out) { trainer_save(t); } // no training: what was loaded, as a checkpoint
     bool stop = false; // looked at once a step: after a Ctrl-C in validation or a save there is a last step, and it is saved
     while (t->step < opt->steps && !stop) {
@@ -2243,7 +2243,7 @@ int train(Trainer* t) {
         double begin = profiler_clock_us();
         trainer_step(t, &metrics);
         metrics.step_ms = (profiler_clock_us() - begin) / 1e3; // of training alone: what follows has phases of its own
-        stop = interrupted;
+        stop = interrupted();
         bool done = t->step == opt->steps;
         if (opt->out && (stop || is_due(opt->save_every, t->step, done))) { trainer_save(t); }
         bool validate = t->run.has_val && is_due(opt->val_every, t->step, done);
@@ -2311,6 +2311,7 @@ void share_the_machine(char** argv) {
 int main(int argc, char** argv) {
     program_name = "train_moe_cpu";
     share_the_machine(argv);
+    signals_open();
     Trainer* t = (Trainer*)callocCheck(1, sizeof(Trainer));
     Run* run = &t->run;
     run_open_model(run, argc, argv, PROGRAM_CPU, 1);

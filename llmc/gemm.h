@@ -23,7 +23,7 @@ typedef struct { // what cuBLASLt wants to know about a product of one shape, ma
     cublasLtMatmulAlgo_t algo;
 } GemmPlan;
 
-// A shape's hash is its plan's place; another shape's plan there gives way. A model has about 20 shapes, which hardly
+// A shape's hash is its plan's place; another shape's plan there gives way. A model that trains has about 20 shapes, which hardly
 // ever meet in so many places; --experts loop makes many more: one for each number of rows.
 #define GEMM_PLANS 65536
 #define GEMM_WORKSPACE ((size_t)32 << 20)

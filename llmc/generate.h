@@ -41,7 +41,7 @@ static inline void generate_text(DecodeToken decode, void* decoder, size_t conte
             text_out_end(out);
             fprintf(out->file, "\n");
         }
-        if (!fresh) { logits = decode(decoder, token, position++, true); }
+        if (!fresh && i + 1 < count) { logits = decode(decoder, token, position++, true); }
     }
     text_out_end(out);
     free(scratch);

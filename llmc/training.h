@@ -6,20 +6,46 @@
 #include "generate.h"
 #include "logger.h"
 #include "run.h"
+#include <pthread.h>
 #include <signal.h>
 
-static volatile sig_atomic_t interrupted = 0; // the loop finishes its step, saves and ends
+// A signal asks the loop to finish its step, to save and to end. No handler runs on a thread that computes: oneDNN's code
+// has its stack pointer in the heap at times, and the handler's frame would overwrite what lies there. So all threads
+// block these signals, and one does nothing but wait for them.
+static bool signals_stop_the_loop, signal_came; // read and written by two threads: __atomic
 
-static inline void on_interrupt(int signal_number) {
-    interrupted = 1;
-    signal(signal_number, SIG_DFL); // a second Ctrl-C ends the program at once
+static inline void* signals_wait(void* set) {
+    for (;;) {
+        int number;
+        if (sigwait((const sigset_t*)set, &number) != 0) { continue; }
+        bool first = __atomic_load_n(&signals_stop_the_loop, __ATOMIC_ACQUIRE) && !signal_came;
+        if (first) {
+            __atomic_store_n(&signal_came, true, __ATOMIC_RELEASE);
+            continue;
+        }
+        if (signal_came) { signal(number, SIG_DFL); } // a second Ctrl-C ends the program at once
+        pthread_sigmask(SIG_UNBLOCK, (const sigset_t*)set, NULL);
+        raise(number);
+        pthread_sigmask(SIG_BLOCK, (const sigset_t*)set, NULL); // a shell's background job ignores SIGINT
+    }
+    return NULL;
 }
 
-static inline void stop_on_signals(void) {
-    signal(SIGINT, on_interrupt);
-    signal(SIGTERM, on_interrupt); // what mpirun makes of a Ctrl-C, and Slurm of a time limit
-    signal(SIGUSR1, on_interrupt); // what mpirun passes on and does not follow up with a kill
+// Before any other thread begins.
+static inline void signals_open(void) {
+    static sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGINT);
+    sigaddset(&set, SIGTERM); // what mpirun makes of a Ctrl-C, and Slurm of a time limit
+    sigaddset(&set, SIGUSR1); // what mpirun passes on and does not follow up with a kill
+    pthread_sigmask(SIG_BLOCK, &set, NULL);
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, signals_wait, &set) != 0) { fatal("cannot start a thread for signals"); }
+    pthread_detach(thread);
 }
+
+static inline void signals_begin_loop(void) { __atomic_store_n(&signals_stop_the_loop, true, __ATOMIC_RELEASE); }
+static inline bool interrupted(void) { return __atomic_load_n(&signal_came, __ATOMIC_ACQUIRE); }
 
 // Is it time after `step`, for what is done every `every` steps (0: never) and at the end?
 static inline bool is_due(int64_t every, int64_t step, bool done) { return done || (every > 0 && step % every == 0); }

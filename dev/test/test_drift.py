@@ -1,5 +1,7 @@
 """check_drift.py finds what has drifted, names it, and is silent about what has not; then the real files."""
 
+import re
+
 from check_drift import tokens_of
 from harness import *
 
@@ -161,10 +163,22 @@ def a_kernel_that_nobody_launches_is_found():
     expect(drift(changed(TRAINER, "void softmax(float* x) { softmax_kernel2<<<1, 1>>>(x); }\n", "")), "softmax_kernel2 is launched nowhere")
 
 
-if os.path.exists(os.path.join(ROOT, "train_moe.cu")):
-    @test
-    def train_moe_and_dev_cuda_are_in_step():
-        r = run([sys.executable, CHECK], code=None)
-        check(r.code == 0, r.out.strip())
+@test
+def train_moe_and_dev_cuda_are_in_step():
+    r = run([sys.executable, CHECK], code=None)
+    check(r.code == 0, r.out.strip())
+
+
+@test
+def the_tables_of_dev_cuda_name_the_kernels_that_there_are():  # else: make bench
+    lessons = os.path.join(ROOT, "dev", "cuda")
+    rows = re.findall(r"(?m)^\| \[\w+\]\((\w+\.cu)\) \| `(\w+)", read(os.path.join(lessons, "README.md")).decode())
+    text = {name: read(os.path.join(lessons, name)).decode() for name in os.listdir(lessons) if name.endswith((".cu", ".h"))}
+    defined = {kernel for t in text.values() for kernel in re.findall(r"(?s)__global__[^;{]*?(\w+_kernel\d+)\(", t)}
+    gone = sorted({f"{kernel} ({name})" for name, kernel in rows if name not in text or kernel not in defined})
+    check(len(rows) > 100 and not gone, f"{len(rows)} rows, of them for kernels that are no more: {gone}")
+    missing = sorted(defined - {kernel for _, kernel in rows})
+    check(not missing, f"kernels without a row: {missing}")
+
 
 main()

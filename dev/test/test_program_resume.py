@@ -267,6 +267,28 @@ def what_a_signal_says_is_saved_is_saved():  # also when it comes in the midst o
 
 
 @cpu_test
+def a_signal_within_a_matrix_product_harms_nothing():  # oneDNN's code has its stack in the heap: a handler's frame there would overwrite it
+    rng, out = random.Random(3), folder("out")
+    for i in range(6):
+        process = start_and_wait([PROGRAM, "--model", "demo", "--batch-size", 8, "--seq-len", 256, "--train-data", os.path.join(ROOT, "README.md"),
+                                  "--tokenize", "inline", "--steps", 1000, "--out", f"{out}{i}"], 2)
+        time.sleep(rng.uniform(0, 0.5))
+        code, printed, err = end(process, signal.SIGINT)
+        check(code == 130 and steps_in(f"{out}{i}"), f"run {i}: exit code {code}: {err[-200:]} {printed[-200:]}")
+
+
+@cpu_test
+def a_second_ctrl_c_ends_at_once():
+    process = start_and_wait([PROGRAM, "--model", "demo", "--batch-size", 32, "--seq-len", 512, "--train-data", os.path.join(ROOT, "README.md"),
+                              "--tokenize", "inline", "--steps", 1000, "--out", folder("out")], 1)  # steps that take a second
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    code, printed, _ = end(process, signal.SIGINT)
+    check(code == -signal.SIGINT and "interrupted" not in printed, f"exit code {code}: {printed[-300:]}")
+    check(steps_in(folder("out")) == [], f"saved: {steps_in(folder('out'))}")
+
+
+@cpu_test
 def without_out_ctrl_c_claims_nothing():
     process = start_and_wait([*TINY, "--train-data", stories(), *LONG], 2)
     code, printed, _ = end(process, signal.SIGINT)
