@@ -222,7 +222,7 @@ static void read_choices(const char* folder) {
         choices_collect(&c, i, B, losses);
     }
     for (size_t r = 0; r < c.num_rows; r++) {
-        fuzz_check(c.rows[r].nats > 0 && isfinite(c.rows[r].nats / c.rows[r].bytes) && c.rows[r].nats / c.rows[r].bytes > 0);
+        fuzz_check(c.nats[r] > 0 && isfinite(c.nats[r] / c.rows[r].bytes) && c.nats[r] / c.rows[r].bytes > 0);
     }
     choices_report(&c, NULL);
     choices_close(&c);
