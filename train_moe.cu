@@ -4281,6 +4281,7 @@ void trainer_close(Trainer* t) {
 int main(int argc, char** argv) {
     const char* slash = strrchr(argv[0], '/');
     program_name = slash ? slash + 1 : argv[0];
+    streams_open();
     signals_open();
     Trainer* t = (Trainer*)callocCheck(1, sizeof(Trainer));
     Run* run = &t->run;
@@ -4307,6 +4308,7 @@ int main(int argc, char** argv) {
                : opt->eval_choices ? evaluate_choices(t)
                : opt->generate     ? sample(t)
                                    : train(t);
+    if (!run->trains) { stdout_check(); }
     trainer_close(t);
     free(t);
     return code;

@@ -2311,6 +2311,7 @@ void share_the_machine(char** argv) {
 int main(int argc, char** argv) {
     program_name = "train_moe_cpu";
     share_the_machine(argv);
+    streams_open();
     signals_open();
     Trainer* t = (Trainer*)callocCheck(1, sizeof(Trainer));
     Run* run = &t->run;
@@ -2346,6 +2347,7 @@ int main(int argc, char** argv) {
                : opt->eval_choices ? evaluate_choices(t)
                : opt->generate     ? sample(t)
                                    : train(t);
+    if (!run->trains) { stdout_check(); }
     profiler_close(&t->profiler);
     if (run->samples) { decoder_free(&t->decoder); }
     model_free(&t->model);

@@ -1,4 +1,4 @@
-// training.h: what every trainer has around its steps: how it is stopped, what it saves and prints, when something is due.
+// training.h: what every trainer has around its steps: what it saves and prints, when something is due.
 #ifndef LLMC_TRAINING_H
 #define LLMC_TRAINING_H
 
@@ -6,46 +6,7 @@
 #include "generate.h"
 #include "logger.h"
 #include "run.h"
-#include <pthread.h>
-#include <signal.h>
-
-// A signal asks the loop to finish its step, to save and to end. No handler runs on a thread that computes: oneDNN's code
-// has its stack pointer in the heap at times, and the handler's frame would overwrite what lies there. So all threads
-// block these signals, and one does nothing but wait for them.
-static bool signals_stop_the_loop, signal_came; // read and written by two threads: __atomic
-
-static inline void* signals_wait(void* set) {
-    for (;;) {
-        int number;
-        if (sigwait((const sigset_t*)set, &number) != 0) { continue; }
-        bool first = __atomic_load_n(&signals_stop_the_loop, __ATOMIC_ACQUIRE) && !signal_came;
-        if (first) {
-            __atomic_store_n(&signal_came, true, __ATOMIC_RELEASE);
-            continue;
-        }
-        if (signal_came) { signal(number, SIG_DFL); } // a second Ctrl-C ends the program at once
-        pthread_sigmask(SIG_UNBLOCK, (const sigset_t*)set, NULL);
-        raise(number);
-        pthread_sigmask(SIG_BLOCK, (const sigset_t*)set, NULL); // a shell's background job ignores SIGINT
-    }
-    return NULL;
-}
-
-// Before any other thread begins.
-static inline void signals_open(void) {
-    static sigset_t set;
-    sigemptyset(&set);
-    sigaddset(&set, SIGINT);
-    sigaddset(&set, SIGTERM); // what mpirun makes of a Ctrl-C, and Slurm of a time limit
-    sigaddset(&set, SIGUSR1); // what mpirun passes on and does not follow up with a kill
-    pthread_sigmask(SIG_BLOCK, &set, NULL);
-    pthread_t thread;
-    if (pthread_create(&thread, NULL, signals_wait, &set) != 0) { fatal("cannot start a thread for signals"); }
-    pthread_detach(thread);
-}
-
-static inline void signals_begin_loop(void) { __atomic_store_n(&signals_stop_the_loop, true, __ATOMIC_RELEASE); }
-static inline bool interrupted(void) { return __atomic_load_n(&signal_came, __ATOMIC_ACQUIRE); }
+#include "signals.h"
 
 // Is it time after `step`, for what is done every `every` steps (0: never) and at the end?
 static inline bool is_due(int64_t every, int64_t step, bool done) { return done || (every > 0 && step % every == 0); }

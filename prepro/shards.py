@@ -7,6 +7,7 @@ llmc/dataloader.h reads the shards, llmc/tokenizer.h the tokenizer. Python's sta
 """
 
 import argparse
+import errno
 import fcntl
 import hashlib
 import importlib
@@ -56,7 +57,9 @@ def run_main(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as e:
-        message = f"{e.filename}: {e.strerror}" if e.filename else str(e.strerror or e)
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # write() does not name its file
+        where = e.filename or ("while writing to --out" if full else None)
+        message = f"{where}: {e.strerror}" if where else str(e.strerror or e)
     except KeyboardInterrupt as e:
         if e.args:  # what to know about it
             print(f"{name}: {e}", file=sys.stderr)

@@ -188,9 +188,9 @@ def a_checkpoint_can_be_looked_at_without_out():
 # kills, signals, full disks
 
 
-def start_and_wait(command, lines=1):
+def start_and_wait(command, lines=1, env=None):
     """Starts the trainer and returns once it has printed that many step lines."""
-    process = start(command)
+    process = start(command, env=env)
     seen = 0
     while seen < lines:
         line = process.stdout.readline()
@@ -275,6 +275,52 @@ def a_signal_within_a_matrix_product_harms_nothing():  # oneDNN's code has its s
         time.sleep(rng.uniform(0, 0.5))
         code, printed, err = end(process, signal.SIGINT)
         check(code == 130 and steps_in(f"{out}{i}"), f"run {i}: exit code {code}: {err[-200:]} {printed[-200:]}")
+
+
+BEFORE_MAIN = """#include <pthread.h>
+#include <unistd.h>
+static void* idle(void* unused) { for (;;) { pause(); } return unused; }
+__attribute__((constructor)) static void begin(void) { pthread_t thread; pthread_create(&thread, NULL, idle, NULL); }
+"""
+
+
+@cpu_test
+def a_thread_that_a_library_began_before_main_is_no_way_round():  # OpenBLAS with its own threads
+    write(folder("before.c"), BEFORE_MAIN)
+    run(["cc", "-shared", "-fPIC", "-pthread", folder("before.c"), "-o", folder("before.so")])
+    env = {"LD_PRELOAD": folder("before.so"), "ASAN_OPTIONS": "verify_asan_link_order=0:detect_leaks=0"}
+    for i, number in enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1) * 2):
+        process = start_and_wait([*TINY, "--train-data", stories(), *LONG, "--out", folder(f"out{i}")], 2, env=env)
+        code, printed, err = end(process, number)
+        check(code == 130 and steps_in(folder(f"out{i}")), f"{number}: exit code {code}: {err[-200:]} {printed[-200:]}")
+
+
+@cpu_test
+def who_reads_no_more_ends_the_run_and_it_is_saved():  # Ctrl-C ends `| tee`, too; `| head`
+    val = shard(folder("data/val.bin"), tokens_of(text_of(20, seed=2)))
+    process = start_and_wait([*TINY, "--train-data", stories(), *LONG, "--val-data", val, "--val-every", 1, "--out", folder("out")], 2)
+    process.stdout.close()
+    try:
+        code = process.wait(timeout=60)
+    finally:
+        process.kill()
+    check(code == 130 and steps_in(folder("out")), f"exit code {code}: {process.stderr.read()[-300:]}, saved {steps_in(folder('out'))}")
+
+
+@test
+def closed_streams_leave_the_files_alone():  # a daemon's
+    command = [*TINY, "--train-data", stories(), *LONG[2:], "--steps", 3, "--out", folder("out"), "--metrics", folder("m.jsonl")]
+    run(["bash", "-c", 'exec "$@" >&- 2>&- <&-', "-", *command])
+    check(len(metrics(folder("m.jsonl"))) == 3 and steps_in(folder("out")) == [3], "metrics or checkpoints are wrong")
+    check(len(read(folder("out/.lock"))) < 20, f"the lock has {read(folder('out/.lock'))[:200]}")
+
+
+@cpu_test
+def results_that_cannot_be_printed_are_an_error():
+    run([*TINY, "--train-data", stories(), *LONG[2:], "--steps", 1, "--out", folder("out")])
+    for options in (["--generate", 3], ["--eval", "--val-data", stories()]):
+        r = run(["bash", "-c", 'exec "$@" >/dev/full', "-", PROGRAM, "--init", step_folder(folder("out"), 1), *options], code=1)
+        check("cannot write to stdout" in r.err, r.err)
 
 
 @cpu_test
