@@ -198,7 +198,7 @@ void arena_touch(void* arena, size_t bytes) {
     // in the first step. The threads take turns, so that each tensor lies on all nodes of the machine.
 #ifdef MADV_POPULATE_WRITE
     const size_t page = (size_t)sysconf(_SC_PAGESIZE), chunk = 1024 * page;
-    char* begin = (char*)arena + (page - (uintptr_t)arena % page) % page; // what stands before it is touched in time
+    char* begin = (char*)arena + (page - (uintptr_t)arena % page) % page; // what stands before it, and the last piece, is left
     size_t chunks = bytes > page ? (bytes - page) / chunk : 0;
     #pragma omp parallel for schedule(static, 1)
     for (size_t i = 0; i < chunks; i++) { madvise(begin + i * chunk, chunk, MADV_POPULATE_WRITE); } // may fail
@@ -1836,9 +1836,9 @@ void decoder_free(Decoder* d) {
     free(d->logits);
 }
 
-void decode_token(Model* model, Decoder* d, int token) {
-    // feeds one token at d->position: d->logits (V) are for the one that follows. The same steps as model_forward, N =
-    // 1.
+void decode_token(Model* model, Decoder* d, int token, bool want_logits) {
+    // feeds one token at d->position: d->logits (V), if wanted, are for the one that follows. The same steps as
+    // model_forward, N = 1.
     const MoEConfig* c = &model->config;
     Acts* acts = &d->acts;
     size_t C = c->hidden_size, V = c->vocab_size;
@@ -1865,17 +1865,17 @@ void decode_token(Model* model, Decoder* d, int token) {
     }
     rmsnorm_forward(acts->residual_final, acts->final_norm, acts->final_rstd, residual, acts->branch, model->w.norm, 1,
                     C, eps);
+    d->position++;
+    if (!want_logits) { return; }
     matmul_forward(acts->logits, acts->final_norm, model->w.lm_head, 1, C, V);
     for (size_t v = 0; v < V; v++) { d->logits[v] = (float)acts->logits[v]; }
-    d->position++;
 }
 
 const float* decode(void* decoder, int token, size_t position, bool want_logits) {
     // what generate_text calls
-    (void)want_logits;
     Decoder* d = (Decoder*)decoder;
     d->position = position;
-    decode_token(d->model, d, token);
+    decode_token(d->model, d, token, want_logits);
     return d->logits;
 }
 

@@ -10,8 +10,6 @@
 #include <cuda_bf16.h>
 #include <math.h>
 
-typedef __nv_bfloat16 bf16;
-
 typedef struct {
     size_t M, N, K, lda, ldb, ldc, trans_a, trans_b, c_type;
 } GemmShape;
@@ -23,8 +21,8 @@ typedef struct { // what cuBLASLt wants to know about a product of one shape, ma
     cublasLtMatmulAlgo_t algo;
 } GemmPlan;
 
-// A shape's hash is its plan's place; another shape's plan there gives way. A model that trains has about 20 shapes, which hardly
-// ever meet in so many places; --experts loop makes many more: one for each number of rows.
+// A shape's hash is its plan's place; another shape's plan there gives way. A model that trains has about 20 shapes,
+// which hardly ever meet in so many places; --experts loop makes many more: one for each number of rows.
 #define GEMM_PLANS 65536
 #define GEMM_WORKSPACE ((size_t)32 << 20)
 
@@ -113,11 +111,11 @@ static inline const GemmPlan* gemm_plan(const GemmShape* s) {
 
 // c (M,N) = op(a) (M,K) op(b) (K,N) + beta * c; ld* is the length of a row in memory. c is bf16 (activations) or float
 // (gradients of weights, beta 1); beta 0 does not read it.
-static inline void gemm(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const bf16* a, size_t lda,
-                        const bf16* b, size_t ldb, float beta, void* c, cudaDataType_t c_type, size_t ldc,
+static inline void gemm(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, const __nv_bfloat16* a, size_t lda,
+                        const __nv_bfloat16* b, size_t ldb, float beta, void* c, cudaDataType_t c_type, size_t ldc,
                         cudaStream_t stream) {
     if (M == 0 || N == 0) { return; }
-    size_t c_bytes = c_type == CUDA_R_32F ? sizeof(float) : sizeof(bf16);
+    size_t c_bytes = c_type == CUDA_R_32F ? sizeof(float) : sizeof(__nv_bfloat16);
     if (c_type != CUDA_R_32F && c_type != CUDA_R_16BF) {
         fatal("gemm: c must be float or bf16, is type %d", (int)c_type);
     }
@@ -146,12 +144,12 @@ static inline void gemm(bool trans_a, bool trans_b, size_t M, size_t N, size_t K
 static inline double gemm_peak(void) {
     const size_t n = 8192, count = n * n;
     bool opened = cublaslt.handle != NULL;
-    bf16 *host = (bf16*)mallocCheck(2 * count * sizeof(bf16)), *a, *b, *c;
+    __nv_bfloat16 *host = (__nv_bfloat16*)mallocCheck(2 * count * sizeof(__nv_bfloat16)), *a, *b, *c;
     for (size_t i = 0; i < 2 * count; i++) { // random: products of zeros take less power and run faster
         host[i] = __float2bfloat16((float)(i * RAND_GOLDEN >> 40 & 2047) / 1024 - 1);
     }
-    cudaCheck(cudaMalloc((void**)&a, 3 * count * sizeof(bf16)));
-    cudaCheck(cudaMemcpy(a, host, 2 * count * sizeof(bf16), cudaMemcpyHostToDevice));
+    cudaCheck(cudaMalloc((void**)&a, 3 * count * sizeof(__nv_bfloat16)));
+    cudaCheck(cudaMemcpy(a, host, 2 * count * sizeof(__nv_bfloat16), cudaMemcpyHostToDevice));
     free(host);
     b = a + count;
     c = b + count;

@@ -332,7 +332,7 @@ static void decoding_with_a_cache_equals_forward(void) {
     model_forward(&m, &mb);
     model_loss(&m, &mb, false, 0, logits);
     for (size_t t = 0; t < T; t++) {
-        decode_token(&m, &decoder, data.tokens[t]);
+        decode_token(&m, &decoder, data.tokens[t], true);
         for (size_t v = 0; v < V; v++) { decoded[t * V + v] = decoder.logits[v]; }
     }
     double off = relative_l2(decoded, logits, T * V);

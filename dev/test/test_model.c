@@ -248,7 +248,7 @@ static void decoding_with_a_cache_equals_forward(void) {
     model_forward(&m, &mb);
     model_loss(&m, &mb, false, 0, logits);
     for (size_t t = 0; t < T; t++) {
-        decode_token(&m, &decoder, d.tokens[t]);
+        decode_token(&m, &decoder, d.tokens[t], true);
         for (size_t v = 0; v < V; v++) { CHECK_NEAR(decoder.logits[v], logits[t * V + v], 2e-5); }
     }
     free(logits);
