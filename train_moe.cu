@@ -444,7 +444,7 @@ unsigned norm_blocks(size_t N) { return (unsigned)(N < 16 * NORM_BLOCKS ? ceil_d
 
 // d_weight[c] += sum over blocks of partials[block * stride + c]
 // A block owns 32 columns. 8 warps take every eighth row, so that 32 loads follow each other and not 256; a row's 32
-// columns are one 128-byte line.
+// columns are one 128-byte line. Bound by latency: at most 256 rows.
 __global__ void norm_weight_reduce_kernel1(float* d_weight, const float* partials, int blocks, size_t stride, int C) {
     __shared__ float sums[8][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
@@ -701,7 +701,7 @@ typedef struct {
 } AttentionShape;
 
 // One thread a token. doc_start of a sequence never falls, so where a document ends is found by halving; 12 steps at T
-// 4096, once a microbatch for all layers.
+// 4096, once a microbatch for all layers. Bound by latency.
 __global__ void doc_bounds_kernel1(int* doc_start, int* doc_end, const int* given, int T) {
     int t = blockIdx.x * blockDim.x + threadIdx.x;
     if (t >= T) { return; }
@@ -1250,6 +1250,7 @@ attention_backward_dkdv_kernel3(bf16* d_k, bf16* d_v, const bf16* d_out, const f
 
 // The mirror image: a block owns Br queries of one head, a warp 16 of them, with q and d_out as A operands and d_q in
 // registers. It goes over the keys Bc at a time from the first document's start up to the diagonal, CHUNK keys at once.
+// Bound by the tensor cores, too.
 template <int D, int Br, int Bc, int CHUNK, int MIN_BLOCKS>
 __global__ void __launch_bounds__(Br * 2, MIN_BLOCKS)
 attention_backward_dq_kernel3(bf16* d_q, const bf16* d_out, const float* lse, const float* delta, const bf16* q,
@@ -1764,7 +1765,7 @@ __device__ inline void route_place_warp(Routing r, int* next, const int* router_
 }
 
 // A block owns a chunk of the slots and counts them; integer additions give one result in any order.
-// chunk_counts (E, chunks) =
+// chunk_counts (E, chunks) =. Bound by latency: 4 bytes a slot.
 __global__ void __launch_bounds__(32 * ROUTE_WARPS)
 route_count_kernel3(int* chunk_counts, const int* router_indices, int slots, int E) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -1814,7 +1815,8 @@ __global__ void __launch_bounds__(1024) route_scan_kernel3(Routing r, int* chunk
 }
 
 // A block owns the chunk that it owned in route_count_kernel3, each warp an eighth of it, in the order of the slots: so
-// the sort is stable. chunk_counts (E, chunks) as the scan left it.
+// the sort is stable. chunk_counts (E, chunks) as the scan left it. Bound by latency: 32 slots at a
+// time.
 __global__ void __launch_bounds__(32 * ROUTE_WARPS)
 route_place_kernel3(Routing r, const int* chunk_counts, const int* router_indices, int slots, int E, int K) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -2046,7 +2048,8 @@ void swiglu_forward(bf16* act, const bf16* gate_up, size_t N, size_t F, cudaStre
     launchCheck("swiglu_forward_kernel2");
 }
 
-// As above, 10 bytes an element. Each thread has read its 8 gates and ups before it overwrites them, if it does.
+// As above, bound by bandwidth: 10 bytes an element. Each thread has read its 8 gates and ups before it overwrites
+// them, if it does.
 __global__ void swiglu_backward_kernel2(bf16* d_gate_up, const bf16* d_act, const bf16* gate_up, int F) {
     int f = (int)(blockIdx.y * blockDim.x + threadIdx.x) * 8;
     if (f >= F) { return; }
@@ -2656,7 +2659,7 @@ void cross_entropy(float* losses, bf16* logits, const int* targets, size_t rows,
     launchCheck("cross_entropy_kernel3");
 }
 
-// One block, one order: a thread adds every 1024th loss.
+// One block, one order: a thread adds every 1024th loss. Bound by latency, once a microbatch.
 __global__ void __launch_bounds__(1024) losses_add_kernel1(double* sum, const float* losses, size_t N) {
     __shared__ double warp_sums[32];
     double x = 0;
@@ -2693,7 +2696,7 @@ __global__ void __launch_bounds__(512) grad_norm_kernel2(double* partials, const
     if (threadIdx.x == 0) { partials[blockIdx.x] = sum; }
 }
 
-// one block adds the partial sums
+// one block adds the partial sums: bound by latency
 __global__ void __launch_bounds__(512) grad_norm_sum_kernel2(float* norm, const double* partials, size_t num_partials) {
     __shared__ double warp_sums[32];
     double sum = 0;

@@ -314,6 +314,7 @@ attention_backward_dkdv_kernel3(bf16* d_k, bf16* d_v, const bf16* d_out, const f
 
 // The mirror image: a block owns Br queries of one head, a warp 16 of them, with q and d_out as A operands and d_q in
 // registers. It goes over the keys Bc at a time from the first document's start up to the diagonal, CHUNK keys at once.
+// Bound by the tensor cores, too.
 template <int D, int Br, int Bc, int CHUNK, int MIN_BLOCKS>
 __global__ void __launch_bounds__(Br * 2, MIN_BLOCKS)
 attention_backward_dq_kernel3(bf16* d_q, const bf16* d_out, const float* lse, const float* delta, const bf16* q,

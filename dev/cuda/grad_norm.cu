@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(512) grad_norm_kernel2(double* partials, const
     if (threadIdx.x == 0) { partials[blockIdx.x] = sum; }
 }
 
-// one block adds the partial sums
+// one block adds the partial sums: bound by latency
 __global__ void __launch_bounds__(512) grad_norm_sum_kernel2(float* norm, const double* partials, size_t num_partials) {
     __shared__ double warp_sums[32];
     double sum = 0;

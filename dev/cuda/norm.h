@@ -11,7 +11,7 @@ unsigned norm_blocks(size_t N) { return (unsigned)(N < 16 * NORM_BLOCKS ? ceil_d
 
 // d_weight[c] += sum over blocks of partials[block * stride + c]
 // A block owns 32 columns. 8 warps take every eighth row, so that 32 loads follow each other and not 256; a row's 32
-// columns are one 128-byte line.
+// columns are one 128-byte line. Bound by latency: at most 256 rows.
 __global__ void norm_weight_reduce_kernel1(float* d_weight, const float* partials, int blocks, size_t stride, int C) {
     __shared__ float sums[8][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;

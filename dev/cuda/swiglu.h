@@ -39,7 +39,8 @@ __global__ void swiglu_forward_kernel2(bf16* act, const bf16* gate_up, int F) {
     store8(act + (size_t)blockIdx.x * F + f, out);
 }
 
-// As above, 10 bytes an element. Each thread has read its 8 gates and ups before it overwrites them, if it does.
+// As above, bound by bandwidth: 10 bytes an element. Each thread has read its 8 gates and ups before it overwrites
+// them, if it does.
 __global__ void swiglu_backward_kernel2(bf16* d_gate_up, const bf16* d_act, const bf16* gate_up, int F) {
     int f = (int)(blockIdx.y * blockDim.x + threadIdx.x) * 8;
     if (f >= F) { return; }
