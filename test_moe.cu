@@ -158,7 +158,7 @@ typedef struct {
     cpu::Model cpu;
     // the batch, on the host and on the device
     std::vector<int> tokens, targets, doc_start, order;
-    int* device_batch; // (4, N)
+    int* device_batch; // (5, N)
     bool documents;
     double counted;
     std::vector<std::vector<int>> experts; // (L) of (N, K): what the GPU chose, or is told
@@ -217,15 +217,17 @@ static void pair_free(Pair* p) {
 static void pair_upload(Pair* p) {
     // tokens, targets and doc_start are there
     size_t N = p->N;
-    std::vector<int> all(4 * N), scratch(p->config.vocab_size);
+    if (!p->documents) { p->doc_start.assign(N, 0); }
+    std::vector<int> all(5 * N), scratch(p->config.vocab_size);
     p->counted = 0;
     for (size_t n = 0; n < N; n++) { p->counted += p->targets[n] >= 0; }
     memcpy(&all[0], p->tokens.data(), N * sizeof(int));
     memcpy(&all[N], p->targets.data(), N * sizeof(int));
     memcpy(&all[2 * N], p->doc_start.data(), N * sizeof(int));
-    sort_tokens(&all[3 * N], p->tokens.data(), N, p->config.vocab_size, scratch.data());
-    p->device_batch = (int*)device_alloc(4 * N * sizeof(int));
-    cudaCheck(cudaMemcpy(p->device_batch, all.data(), 4 * N * sizeof(int), cudaMemcpyHostToDevice));
+    doc_ends(&all[3 * N], &all[2 * N], N, p->gpu.T);
+    sort_tokens(&all[4 * N], p->tokens.data(), N, p->config.vocab_size, scratch.data());
+    p->device_batch = (int*)device_alloc(5 * N * sizeof(int));
+    cudaCheck(cudaMemcpy(p->device_batch, all.data(), 5 * N * sizeof(int), cudaMemcpyHostToDevice));
 }
 
 static void pair_force(Pair* p, int l, const std::vector<int>& experts) {
@@ -238,8 +240,8 @@ static Microbatch gpu_microbatch(Pair* p, bool force) {
     Microbatch mb;
     memset(&mb, 0, sizeof(mb));
     mb.tokens = p->device_batch, mb.targets = p->device_batch + p->N;
-    mb.doc_start = p->documents ? p->device_batch + 2 * p->N : NULL;
-    mb.token_order = p->device_batch + 3 * p->N;
+    mb.doc_start = p->device_batch + 2 * p->N, mb.doc_end = p->device_batch + 3 * p->N;
+    mb.token_order = p->device_batch + 4 * p->N;
     mb.forced_indices = force ? p->device_experts.data() : NULL;
     mb.counted = p->counted;
     mb.share = mb.grad_scale = 1;

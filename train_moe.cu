@@ -167,8 +167,6 @@ typedef struct {
 typedef struct {
     LayerActs* layers;      // L of them
     int* tokens_per_expert; // (L, E) of all layers together; each layer's Routing points into it
-    int* doc_start;         // (N) attention's first position of each token
-    int* doc_end;           // (N) one past the last position of its document
     bf16* branch;           // (N, C) what the current half-layer adds to the residual stream
     bf16* residual_final;   // (N, C)
     bf16* final_norm;       // (N, C)
@@ -699,38 +697,6 @@ typedef struct {
     int NH, NKV, HD;
     size_t ld_qk, ld_v, ld_d; // elements from a token's row to the next one's: of q and k, of v, of d_q, d_k and d_v
 } AttentionShape;
-
-// One thread a token. doc_start of a sequence never falls, so where a document ends is found by halving; 12 steps at T
-// 4096, once a microbatch for all layers. Bound by latency.
-__global__ void doc_bounds_kernel1(int* doc_start, int* doc_end, const int* given, int T) {
-    int t = blockIdx.x * blockDim.x + threadIdx.x;
-    if (t >= T) { return; }
-    size_t row = (size_t)blockIdx.y * T;
-    int start = given != NULL ? given[row + t] : 0, end = T;
-    if (given != NULL) {
-        int low = t + 1; // the end is in [low, end]
-        while (low < end) {
-            int middle = low + (end - low) / 2;
-            if (given[row + middle] > start) {
-                end = middle;
-            } else {
-                low = middle + 1;
-            }
-        }
-    }
-    doc_start[row + t] = start;
-    doc_end[row + t] = end;
-}
-
-void doc_bounds(int* doc_start, int* doc_end, const int* given, size_t B, size_t T, cudaStream_t stream) {
-    // doc_start, doc_end (B,T) = first and one past last position of each token's document; given (B,T): the loader's
-    // doc_start, or NULL: a sequence is one document
-    if (B == 0 || T == 0) { return; }
-    if (B > 65535 || T > INT_MAX) { fatal("doc_bounds: B and T must be at most 65535 and 2^31-1, are %zu, %zu", B, T); }
-    doc_bounds_kernel1<<<dim3((unsigned)ceil_div(T, 128), (unsigned)B), 128, 0, stream>>>(doc_start, doc_end, given,
-                                                                                          (int)T);
-    launchCheck("doc_bounds_kernel1");
-}
 
 void attention_check(const char* op, AttentionShape s) {
     // what all kernels of attention ask of a shape
@@ -3029,8 +2995,6 @@ void acts_layout(Acts* a, Arena* mem, const MoEConfig* c, const Switches* s, siz
         if (!loop) { a->layers[l].expert_act = expert_act; }
         if (!loop) { a->layers[l].expert_out = expert_out; }
     }
-    a->doc_start = take_int(mem, N);
-    a->doc_end = take_int(mem, N);
     a->branch = take_bf16(mem, N * C);
     a->residual_final = take_bf16(mem, N * C);
     a->final_norm = take_bf16(mem, N * C);
@@ -3106,7 +3070,7 @@ size_t step_sums_count(const Model* model) {
 
 size_t model_other_bytes(const MoEConfig* c, const ParamTable* places, size_t B, size_t T, bool training) {
     // tables, sums, the batch and cuBLAS's workspace
-    size_t E = c->num_experts, bytes = T * c->head_dim * sizeof(float) + 4 * B * T * sizeof(int) + GEMM_WORKSPACE;
+    size_t E = c->num_experts, bytes = T * c->head_dim * sizeof(float) + 5 * B * T * sizeof(int) + GEMM_WORKSPACE;
     bytes += (2 * E + 8 + 2 * c->num_hidden_layers * E) * sizeof(double);
     return bytes + (training ? grad_norm_doubles(places->num_parameters) * sizeof(double) : 0);
 }
@@ -3228,7 +3192,7 @@ void model_free(Model* model) {
 // One microbatch, on the device, and what the whole optimizer step needs to know to give it its due weight.
 typedef struct {
     const int *tokens, *targets; // (B, T); a negative target is not counted
-    const int* doc_start;        // (B, T) or NULL: attention's first position of each token
+    const int *doc_start, *doc_end; // (B, T) first and one past last position of each token's document in its row
     const int* token_order;      // (N) positions sorted by token, for the embedding's backward
     int** forced_indices;        // (L) of (N, K), NULL in dense layers; NULL: the router chooses
     double counted;              // targets counted in the whole step: all microbatches, all ranks
@@ -3248,21 +3212,20 @@ AttentionShape attention_shape(const MoEConfig* c, size_t B, size_t T) {
     return s;
 }
 
-void attention_forward(Model* model, LayerActs* a) {
+void attention_forward(Model* model, LayerActs* a, const Microbatch* mb) {
     // a->attn (N,A) = attention of a->qk and the v part of a->qkv
-    Acts* acts = &model->acts;
     AttentionShape s = attention_shape(&model->config, model->B, model->T);
     const bf16 *q = a->qk, *k = a->qk + s.NH * s.HD, *v = a->qkv + (s.NH + s.NKV) * s.HD;
     if (model->switches.attention == ATTENTION_NAIVE) {
-        attention_naive_forward(a->attn, a->lse, q, k, v, acts->doc_start, s, acts->attn_scores, model->stream);
+        attention_naive_forward(a->attn, a->lse, q, k, v, mb->doc_start, s, model->acts.attn_scores, model->stream);
     } else if (model->switches.attention == ATTENTION_FLASH) {
-        attention_flash_forward(a->attn, a->lse, q, k, v, acts->doc_start, s, model->stream);
+        attention_flash_forward(a->attn, a->lse, q, k, v, mb->doc_start, s, model->stream);
     } else {
         attention_cudnn_forward(a->attn, a->lse, q, k, v, s, model->stream);
     }
 }
 
-void attention_backward(Model* model, LayerActs* a) {
+void attention_backward(Model* model, LayerActs* a, const Microbatch* mb) {
     // acts.d_qkv (N,QKV) = gradient of q, k, v
     Acts* acts = &model->acts;
     AttentionShape s = attention_shape(&model->config, model->B, model->T);
@@ -3270,10 +3233,10 @@ void attention_backward(Model* model, LayerActs* a) {
     bf16 *d_q = acts->d_qkv, *d_k = d_q + s.NH * s.HD, *d_v = d_k + s.NKV * s.HD;
     if (model->switches.attention == ATTENTION_NAIVE) {
         attention_naive_backward(d_q, d_k, d_v, acts->attn_delta, acts->d_attn, a->attn, a->lse, q, k, v,
-                                 acts->doc_start, acts->doc_end, s, acts->attn_scores, model->stream);
+                                 mb->doc_start, mb->doc_end, s, acts->attn_scores, model->stream);
     } else if (model->switches.attention == ATTENTION_FLASH) {
         attention_flash_backward(d_q, d_k, d_v, acts->attn_delta, acts->d_attn, a->attn, a->lse, q, k, v,
-                                 acts->doc_start, acts->doc_end, s, model->stream);
+                                 mb->doc_start, mb->doc_end, s, model->stream);
     } else {
         attention_cudnn_backward(d_q, d_k, d_v, acts->d_attn, a->attn, a->lse, q, k, v, s, model->stream);
     }
@@ -3315,14 +3278,12 @@ void model_forward(Model* model, const Microbatch* mb) {
     const MoEConfig* c = &model->padded;
     Acts* acts = &model->acts;
     cudaStream_t stream = model->stream;
-    size_t B = model->B, T = model->T, N = B * T, C = c->hidden_size;
+    size_t T = model->T, N = model->B * T, C = c->hidden_size;
     int L = c->num_hidden_layers, NH = c->num_attention_heads, NKV = c->num_key_value_heads, HD = c->head_dim;
     int E = c->num_experts, hidden_size = model->config.hidden_size;
     size_t A = (size_t)NH * HD, QKV = A + 2 * (size_t)NKV * HD;
     float eps = (float)c->rms_norm_eps;
 
-    phase(model, PHASE_ATTENTION, -1);
-    doc_bounds(acts->doc_start, acts->doc_end, mb->doc_start, B, T, stream);
     phase(model, PHASE_ROUTER, -1);
     cudaCheck(cudaMemsetAsync(model->prob_sum, 0, E * sizeof(double), stream));
     phase(model, PHASE_EMBEDDING, -1);
@@ -3340,7 +3301,7 @@ void model_forward(Model* model, const Microbatch* mb) {
         qk_norm_rope_forward(a->qk, a->qk_rstd, a->qkv, w->q_norm, w->k_norm, model->rope, N, T, NH, NKV, HD, eps,
                              stream);
         phase(model, PHASE_ATTENTION, l);
-        attention_forward(model, a);
+        attention_forward(model, a, mb);
         phase(model, PHASE_QKV_O, l);
         matmul_forward(acts->branch, a->attn, w->o_proj, N, A, C, stream);
         phase(model, PHASE_NORMS, l);
@@ -3463,7 +3424,7 @@ void layer_backward(Model* model, int l, const Microbatch* mb) {
     phase(model, PHASE_QKV_O, l);
     matmul_backward(acts->d_attn, d_w->o_proj, acts->d_residual, a->attn, w->o_proj, N, A, C, stream);
     phase(model, PHASE_ATTENTION, l);
-    attention_backward(model, a);
+    attention_backward(model, a, mb);
     phase(model, PHASE_NORMS, l);
     qk_norm_rope_backward(acts->d_qkv, d_w->q_norm, d_w->k_norm, a->qkv, a->qk_rstd, w->q_norm, w->k_norm, model->rope,
                           acts->norm_partials, N, T, NH, NKV, HD, stream);
@@ -3575,7 +3536,7 @@ void model_evaluate(Model* model, const Microbatch* mb) {
 typedef struct {
     Model* model;
     size_t context; // the most positions
-    int* tokens;    // (context) on the device
+    int* tokens;    // (2, context) on the device: tokens, and where each one's document begins: at 0
     int* fed;       // the same on the host
     float* logits;  // (vocab_size) of the last token fed, on the host
 } Decoder;
@@ -3584,7 +3545,8 @@ void decoder_create(Decoder* d, Model* model) {
     // the context is the model's T: a model is not asked for positions that it has not been trained on
     d->model = model;
     d->context = model->T;
-    d->tokens = (int*)device_alloc(d->context * sizeof(int));
+    d->tokens = (int*)device_alloc(2 * d->context * sizeof(int));
+    cudaCheck(cudaMemset(d->tokens, 0, 2 * d->context * sizeof(int)));
     d->fed = (int*)callocCheck(d->context, sizeof(int));
     d->logits = (float*)mallocCheck(model->config.vocab_size * sizeof(float));
     model_sums_begin(model); // nobody reads them
@@ -3610,6 +3572,7 @@ const float* decode(void* decoder, int token, size_t position, bool want_logits)
     Microbatch mb;
     memset(&mb, 0, sizeof(mb));
     mb.tokens = mb.targets = d->tokens; // nobody asks for the loss
+    mb.doc_start = d->tokens + d->context;
     model_forward(&one, &mb);
     matmul_forward(one.acts.logits, one.acts.final_norm + position * C, one.w.lm_head, 1, C, V, one.stream);
     logits_fetch(d->logits, one.acts.logits, 1, V, one.config.vocab_size, one.stream);
@@ -3708,7 +3671,7 @@ typedef struct {
     GpuClock clock;
     int64_t step;     // optimizer steps done
     uint64_t tokens;  // trained on so far
-    int* batch;       // (4, N) on the device: tokens, targets, doc_start, token_order of this microbatch
+    int* batch;       // (5, N) on the device: tokens, targets, doc_start, doc_end, token_order of this microbatch
     int** forced_indices; // --force-routing: (L) of (N, K) on the device
     cudaEvent_t batch_copied, step_done;
     bool batch_on_its_way;
@@ -3799,8 +3762,8 @@ void trainer_save(Trainer* t) {
 // step, evaluate, sample
 
 void trainer_upload(Trainer* t, const int* batch) {
-    // batch (4, N) on the host starts on its way to the device
-    size_t bytes = 4 * t->model.B * t->model.T * sizeof(int);
+    // batch (5, N) on the host starts on its way to the device
+    size_t bytes = 5 * t->model.B * t->model.T * sizeof(int);
     cudaCheck(cudaMemcpyAsync(t->batch, batch, bytes, cudaMemcpyHostToDevice, t->model.stream));
     cudaCheck(cudaEventRecord(t->batch_copied, t->model.stream));
     t->batch_on_its_way = true;
@@ -3818,14 +3781,15 @@ void trainer_batch_file(Trainer* t) {
     const BatchFile* file = &t->run.batch;
     const MoEConfig* c = &t->run.config;
     size_t N = t->model.B * t->model.T;
-    int* host = (int*)callocCheck(4 * N, sizeof(int));
+    int* host = (int*)callocCheck(5 * N, sizeof(int));
     memcpy(host, file->tokens, N * sizeof(int));
     memcpy(host + N, file->targets, N * sizeof(int));
     if (file->doc_start) { memcpy(host + 2 * N, file->doc_start, N * sizeof(int)); }
+    doc_ends(host + 3 * N, host + 2 * N, N, t->model.T);
     int* scratch = (int*)mallocCheck((size_t)c->vocab_size * sizeof(int));
-    sort_tokens(host + 3 * N, host, N, c->vocab_size, scratch);
+    sort_tokens(host + 4 * N, host, N, c->vocab_size, scratch);
     free(scratch);
-    cudaCheck(cudaMemcpy(t->batch, host, 4 * N * sizeof(int), cudaMemcpyHostToDevice));
+    cudaCheck(cudaMemcpy(t->batch, host, 5 * N * sizeof(int), cudaMemcpyHostToDevice));
     free(host);
     if (!file->forced_indices) { return; }
     size_t bytes = N * c->num_experts_per_tok * sizeof(int);
@@ -3837,12 +3801,9 @@ void trainer_batch_file(Trainer* t) {
     }
 }
 
-void trainer_batch_on_device(const Trainer* t, Microbatch* mb, bool documents) {
-    size_t N = t->model.B * t->model.T;
-    mb->tokens = t->batch;
-    mb->targets = t->batch + N;
-    mb->doc_start = documents ? t->batch + 2 * N : NULL;
-    mb->token_order = t->batch + 3 * N;
+void trainer_batch_on_device(const Trainer* t, Microbatch* mb) {
+    const int** arrays[] = {&mb->tokens, &mb->targets, &mb->doc_start, &mb->doc_end, &mb->token_order};
+    for (size_t i = 0; i < 5; i++) { *arrays[i] = t->batch + i * t->model.B * t->model.T; }
 }
 
 void trainer_microbatch(Trainer* t, Microbatch* mb) {
@@ -3854,7 +3815,7 @@ void trainer_microbatch(Trainer* t, Microbatch* mb) {
     mb->share = 1 / microbatches;
     mb->grad_scale = t->gpus.num_ranks;
     if (t->run.has_batch) {
-        trainer_batch_on_device(t, mb, t->run.batch.doc_start != NULL);
+        trainer_batch_on_device(t, mb);
         mb->forced_indices = t->forced_indices;
         mb->counted = t->run.batch.counted * microbatches;
     } else {
@@ -3863,7 +3824,7 @@ void trainer_microbatch(Trainer* t, Microbatch* mb) {
         profiler_interval(&t->profiler, "prepare batch", 1e3 * batch->fill_ms[0], 1e3 * batch->fill_ms[1],
                           TRACK_LOADER);
         trainer_upload(t, batch->all);
-        trainer_batch_on_device(t, mb, opt->doc_mask);
+        trainer_batch_on_device(t, mb);
         mb->counted = (double)opt->batch_size * opt->seq_len * microbatches; // shards have no ignored targets
     }
     phase(&t->model, PHASE_OTHER, -1);
@@ -3948,7 +3909,7 @@ double trainer_evaluate(Trainer* t) {
         memset(&mb, 0, sizeof(mb));
         trainer_upload_wait(t);
         trainer_upload(t, dataloader_next(&t->run.val)->all);
-        trainer_batch_on_device(t, &mb, opt->doc_mask);
+        trainer_batch_on_device(t, &mb);
         mb.counted = tokens;
         mb.share = mb.grad_scale = 1;
         model_evaluate(model, &mb);
@@ -4138,7 +4099,7 @@ int evaluate_choices(Trainer* t) {
     Model* model = &t->model;
     Choices* choices = &t->run.choices;
     size_t N = model->B * model->T;
-    int* batch = (int*)callocCheck(4 * N, sizeof(int)); // a forward pass needs no order of tokens
+    int* batch = (int*)callocCheck(5 * N, sizeof(int)); // a forward pass needs no ends, no order of tokens
     float* losses = (float*)mallocCheck(N * sizeof(float));
     model_sums_begin(model); // nobody reads them
     for (size_t i = t->gpus.rank; i < choices_num_batches(choices, model->B); i += t->gpus.num_ranks) {
@@ -4147,7 +4108,7 @@ int evaluate_choices(Trainer* t) {
         mb.counted = mb.share = mb.grad_scale = 1;
         choices_batch(choices, i, model->B, batch, batch + N, batch + 2 * N);
         trainer_upload(t, batch);
-        trainer_batch_on_device(t, &mb, true);
+        trainer_batch_on_device(t, &mb);
         model_evaluate(model, &mb);
         cudaCheck(cudaMemcpyAsync(losses, model->acts.losses, N * sizeof(float), cudaMemcpyDeviceToHost,
                                   model->stream));
@@ -4243,7 +4204,7 @@ void trainer_open(Trainer* t) {
     model_create(&t->model, &run->config, trainer_switches(opt), opt->generate ? 1 : (size_t)opt->batch_size,
                  (size_t)opt->seq_len, run->trains || opt->dump);
     if (run->samples) { decoder_create(&t->decoder, &t->model); }
-    t->batch = (int*)device_alloc(4 * t->model.B * t->model.T * sizeof(int));
+    t->batch = (int*)device_alloc(5 * t->model.B * t->model.T * sizeof(int));
     cudaCheck(cudaEventCreateWithFlags(&t->batch_copied, cudaEventDisableTiming));
     cudaCheck(cudaEventCreateWithFlags(&t->step_done, cudaEventDisableTiming));
     if (run->has_batch) { trainer_batch_file(t); }

@@ -34,6 +34,7 @@ typedef struct {
     bool prefetch;              // a thread prepares the next batch while the caller computes; same batches
     int vocab_size;             // of the model: a larger token id is an error; 0: unknown
     int eot_id;                 // used where the shards name none; -1: unknown, then every row counts as one document
+    bool one_document;          // so does it, whatever EOTs it holds (--doc-mask 0)
     bool sort_tokens;           // a batch brings token_order; needs vocab_size
     void* (*allocate)(size_t bytes); // where batches live, say in pinned memory; never returns NULL. NULL: malloc
     void (*release)(void* memory);   // NULL: free
@@ -43,8 +44,9 @@ typedef struct {
     const int* tokens;      // (B,T)
     const int* targets;     // (B,T) the token that follows each; -100: none that counts (one_pass)
     const int* doc_start;   // (B,T) where t's document begins in its row: at the last EOT up to t, else 0
+    const int* doc_end;     // (B,T) one past where it ends in its row
     const int* token_order; // (B*T) sort_tokens of tokens; NULL unless the options ask for it
-    const int* all;         // (4,B*T) tokens, targets, doc_start, token_order: one piece, so one copy to a GPU
+    const int* all;         // (5,B*T) tokens, targets, doc_start, doc_end, token_order: one piece, so one copy to a GPU
     double wait_ms;         // how long the caller stood still for this batch
     double fill_ms[2];      // when it was prepared, from and to, by CLOCK_MONOTONIC
 } Batch;
@@ -70,6 +72,7 @@ typedef struct {
     int* tokens;
     int* targets;
     int* doc_start;
+    int* doc_end;
     int* token_order;
     uint64_t next_position; // where the loader stands once this batch is used
     double fill_ms[2];
@@ -450,10 +453,18 @@ static inline bool dataloader_fill_row(DataLoader* l, uint64_t sequence, int* x,
     y[T - 1] = last;
     int start = 0;
     for (size_t t = 0; t < T; t++) {
-        if (x[t] == l->eot_id) { start = (int)t; }
+        if (x[t] == l->eot_id && !l->opt.one_document) { start = (int)t; }
         doc_start[t] = start;
     }
     return true;
+}
+
+// doc_end (N) = one past the last position of each token's document in its row of T, from doc_start (N)
+static inline void doc_ends(int* doc_end, const int* doc_start, size_t N, size_t T) {
+    for (size_t n = N; n-- > 0;) {
+        bool last = n % T == T - 1 || doc_start[n + 1] != doc_start[n];
+        doc_end[n] = last ? (int)(n % T) + 1 : doc_end[n + 1];
+    }
 }
 
 // order (N) = the positions of tokens (N), sorted by token; equal tokens keep their order. So the positions of a token
@@ -491,6 +502,7 @@ static inline bool dataloader_fill(DataLoader* l, BatchBuffer* buf, uint64_t pos
         if (!ok) { return false; }
         for (size_t t = 0; t < T && beyond; t++) { buf->targets[row + t] = -100; }
     }
+    doc_ends(buf->doc_end, buf->doc_start, B * T, T);
     if (l->opt.sort_tokens) {
         sort_tokens(buf->token_order, buf->tokens, B * T, l->opt.vocab_size, l->sort_scratch);
     }
@@ -572,6 +584,7 @@ static inline const Batch* dataloader_next(DataLoader* l) {
     l->batch.tokens = buf->tokens;
     l->batch.targets = buf->targets;
     l->batch.doc_start = buf->doc_start;
+    l->batch.doc_end = buf->doc_end;
     l->batch.token_order = l->opt.sort_tokens ? buf->token_order : NULL;
     l->batch.all = buf->all;
     l->batch.fill_ms[0] = buf->fill_ms[0];
@@ -597,14 +610,15 @@ static inline void dataloader_seek(DataLoader* l, uint64_t position) {
 // open and close
 
 static inline void dataloader_allocate(DataLoader* l) {
-    size_t tokens = mul_check(l->opt.B, l->opt.T), bytes = mul_check(tokens, 4 * sizeof(int));
+    size_t tokens = mul_check(l->opt.B, l->opt.T), bytes = mul_check(tokens, 5 * sizeof(int));
     for (int i = 0; i < 2; i++) {
         BatchBuffer* buf = &l->buffers[i];
         buf->all = (int*)(l->opt.allocate != NULL ? l->opt.allocate(bytes) : mallocCheck(bytes));
         buf->tokens = buf->all;
         buf->targets = buf->all + tokens;
         buf->doc_start = buf->all + 2 * tokens;
-        buf->token_order = buf->all + 3 * tokens;
+        buf->doc_end = buf->all + 3 * tokens;
+        buf->token_order = buf->all + 4 * tokens;
     }
     if (!l->opt.sort_tokens) { return; }
     if (l->opt.vocab_size <= 0 || tokens > INT_MAX) {

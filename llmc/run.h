@@ -169,6 +169,7 @@ static inline void run_open_data(Run* run, DataLoader* loader, const char* optio
     o.prefetch = strcmp(run->opt.loader, "prefetch") == 0;
     o.vocab_size = run->config.vocab_size;
     o.eot_id = run->eot;
+    o.one_document = !run->opt.doc_mask;
     o.sort_tokens = run->opt.program == PROGRAM_GPU; // for embedding_backward; the CPU's needs no order
     o.allocate = run->allocate;
     o.release = run->release;

@@ -95,17 +95,25 @@ static void sequences_of_one_token_work(void) {
     free(path);
 }
 
-static void doc_start_is_the_place_of_the_last_eot_in_the_row(void) { // D10
+static void documents_begin_at_the_last_eot_in_the_row_and_end_before_the_next(void) { // D10
     //                         row 0             | row 1             | one more
     const uint32_t tokens[] = {9, 1, 2, 9, 9, 3, 4, 5, 6, 9, 7, 9, 8};
-    const int expected[] = {0, 0, 0, 3, 4, 4, 0, 0, 0, 3, 3, 5};
+    const int expected[] = {0, 0, 0, 3, 4, 4, 0, 0, 0, 3, 3, 5}, ends[] = {3, 3, 3, 4, 6, 6, 3, 3, 3, 5, 5, 6};
     char* path = write_shard("doc.bin", tokens, 13, header_32(13, 10, 9));
     DataLoaderOptions o = options(path, 2, 6);
     o.shuffle = false;
     DataLoader l;
     dataloader_open(&l, &o);
     CHECK(dataloader_eot_id(&l) == 9 && dataloader_vocab_size(&l) == 10);
-    CHECK(memcmp(dataloader_next(&l)->doc_start, expected, sizeof(expected)) == 0);
+    const Batch* batch = dataloader_next(&l);
+    CHECK(memcmp(batch->doc_start, expected, sizeof(expected)) == 0);
+    CHECK(memcmp(batch->doc_end, ends, sizeof(ends)) == 0);
+    dataloader_close(&l);
+    o.one_document = true;
+    dataloader_open(&l, &o);
+    batch = dataloader_next(&l);
+    for (int n = 0; n < 12; n++) { CHECK(batch->doc_start[n] == 0 && batch->doc_end[n] == 6); }
+    o.one_document = false;
     dataloader_close(&l);
     free(path);
 
@@ -355,13 +363,13 @@ static void batches_in_memory_of_the_callers_are_the_same(void) {
     o.allocate = count_allocate;
     o.release = count_release;
     dataloader_open(&b, &o);
-    CHECK(num_allocated == 2 && allocated_bytes == 4 * 24 * sizeof(int));
+    CHECK(num_allocated == 2 && allocated_bytes == 5 * 24 * sizeof(int));
     for (int s = 0; s < 100; s++) {
         const Batch* x = dataloader_next(&a);
         const Batch* y = dataloader_next(&b);
-        CHECK(memcmp(x->all, y->all, 3 * 24 * sizeof(int)) == 0);
+        CHECK(memcmp(x->all, y->all, 4 * 24 * sizeof(int)) == 0);
         CHECK(y->tokens == y->all && y->targets == y->all + 24);
-        CHECK(y->doc_start == y->all + 48 && y->token_order == y->all + 72);
+        CHECK(y->doc_start == y->all + 48 && y->doc_end == y->all + 72 && y->token_order == y->all + 96);
     }
     dataloader_close(&a);
     CHECK(num_released == 0);
@@ -835,7 +843,7 @@ int main(int argc, char** argv) {
     test_arguments(argc, argv);
     RUN(targets_are_the_tokens_one_further);
     RUN(sequences_of_one_token_work);
-    RUN(doc_start_is_the_place_of_the_last_eot_in_the_row);
+    RUN(documents_begin_at_the_last_eot_in_the_row_and_end_before_the_next);
     RUN(shards_of_both_widths_and_several_files_give_their_tokens_in_order);
     RUN(a_shard_above_2_31_bytes_is_read_at_its_end);
     RUN(ranks_see_disjoint_and_complete_data_in_an_epoch);
