@@ -20,11 +20,9 @@ The limits for bf16 are those of goldens/README.md, about twice what Hugging Fac
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#define layer_ffn_size cpu_layer_ffn_size // of a type of llmc's: a call in the namespace could mean either trainer's
 namespace cpu {
 #include "train_moe_cpu.c"
 }
-#undef layer_ffn_size
 #include "dev/test/testing.h"
 #include <sys/mman.h>
 #include <vector>
@@ -184,7 +182,7 @@ static std::vector<float> loud_weights(const ParamTensor* t, size_t C, bool tied
 
 static void pair_set_weight(Pair* p, size_t i, const std::vector<float>& x) {
     const ParamTensor* t = &p->gpu.table.tensors[i];
-    store_weight(&p->gpu, t, 0, t->numel, x.data());
+    store_numbers(&p->gpu, t, "weight", 0, t->numel, x.data());
     memcpy(p->cpu.params + p->cpu.table.tensors[i].offset, x.data(), t->numel * sizeof(float));
 }
 
@@ -224,8 +222,7 @@ static void pair_upload(Pair* p) {
     memcpy(&all[0], p->tokens.data(), N * sizeof(int));
     memcpy(&all[N], p->targets.data(), N * sizeof(int));
     memcpy(&all[2 * N], p->doc_start.data(), N * sizeof(int));
-    doc_ends(&all[3 * N], &all[2 * N], N, p->gpu.T);
-    sort_tokens(&all[4 * N], p->tokens.data(), N, p->config.vocab_size, scratch.data());
+    batch_complete(all.data(), N, p->gpu.T, p->config.vocab_size, scratch.data());
     p->device_batch = (int*)device_alloc(5 * N * sizeof(int));
     cudaCheck(cudaMemcpy(p->device_batch, all.data(), 5 * N * sizeof(int), cudaMemcpyHostToDevice));
 }
@@ -511,7 +508,7 @@ static void golden_run(const char* folder, const char* name) {
     c.aux = golden_number(&g, "aux_coef") > 0 ? golden_number(&g, "aux_coef") : 0;
     Pair* p = g.pair = new Pair();
     pair_create(p, &config, &c, batch.B, batch.T);
-    hf_folder_load(folder, &config, &p->gpu.table, store_weight, &p->gpu);
+    hf_folder_load(folder, &config, &p->gpu.table, store_numbers, &p->gpu);
     p->tokens.assign(batch.tokens, batch.tokens + p->N);
     p->targets.assign(batch.targets, batch.targets + p->N);
     p->doc_start.assign(p->N, 0);
@@ -604,7 +601,7 @@ static double update_step(Pair* p, int step, double lr, const Options* opt) {
         char name[200];
         snprintf(name, sizeof(name), "%s, step %d", t->name, step);
         std::vector<float> x = random_vector(t->numel, name, 0.3);
-        store_f32(&p->gpu, p->gpu.grads, t, 0, t->numel, x.data());
+        store_numbers(&p->gpu, t, "grad", 0, t->numel, x.data());
         memcpy(p->cpu.grads + p->cpu.table.tensors[i].offset, x.data(), t->numel * sizeof(float));
     }
     model_grad_norm(&p->gpu);
@@ -707,8 +704,8 @@ static void small_updates_move_the_weights(void* what) {
     for (size_t i = 0; i < p->gpu.table.count; i++) {
         const ParamTensor* t = &p->gpu.table.tensors[i];
         std::vector<float> ones(t->numel, 1.0f);
-        store_weight(&p->gpu, t, 0, t->numel, ones.data());
-        store_f32(&p->gpu, p->gpu.grads, t, 0, t->numel, ones.data());
+        store_numbers(&p->gpu, t, "weight", 0, t->numel, ones.data());
+        store_numbers(&p->gpu, t, "grad", 0, t->numel, ones.data());
     }
     for (int step = 1; step <= 100; step++) {
         model_grad_norm(&p->gpu);
@@ -739,7 +736,7 @@ static void a_norm_that_is_not_finite_changes_nothing(void* what) {
         before[i].resize(t->numel);
         fetch_numbers(&p->gpu, t, arenas[i], 0, t->numel, before[i].data());
     }
-    store_f32(&p->gpu, p->gpu.grads, &p->gpu.table.tensors[1], 0, 1, &bad);
+    store_numbers(&p->gpu, &p->gpu.table.tensors[1], "grad", 0, 1, &bad);
     model_grad_norm(&p->gpu);
     model_update(&p->gpu, 2, 1e-2, &opt);
     cudaCheck(cudaDeviceSynchronize());

@@ -63,8 +63,6 @@ Reading.  Down to main, which is at the end under #ifndef TESTING, or from there
 #include "llmc/schedule.h"
 #include "llmc/training.h" // saving, samples, what is printed
 
-typedef __nv_bfloat16 bf16;
-
 // ----------------------------------------------------------------------------
 // Tensors: the parameters. One arena holds all of them, laid out by the table in llmc/config.h for the padded sizes;
 // the gradients, the master weights and the two AdamW moments are fp32 arenas of the same shape. Weights are
@@ -235,50 +233,6 @@ template <class T> __device__ inline T block_sum(T x, T* warp_sums) {
     __syncthreads(); // the sums of all warps are there
     return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? warp_sums[threadIdx.x % 32] : T(0));
 }
-
-__device__ inline float round_bf16(float x) { return __bfloat162float(__float2bfloat16(x)); }
-
-// two floats as a pair of bf16, the first in the lower half: a register of an mma operand, four bytes of memory
-__device__ inline uint32_t pack2(float a, float b) {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    uint32_t bits;
-    memcpy(&bits, &pair, sizeof(bits));
-    return bits;
-}
-
-// 8 bf16 as floats, 16-byte aligned
-__device__ inline void load8(float (&x)[8], const bf16* p) {
-    uint4 bits = load16(p);
-    uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        x[2 * i] = __uint_as_float(words[i] << 16);
-        x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-    }
-}
-__device__ inline void store8(bf16* p, const float (&x)[8]) {
-    store16(p, make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]), pack2(x[6], x[7])));
-}
-
-// 4 bf16 as floats, 8-byte aligned, and 4 floats, 16-byte aligned
-__device__ inline void load4(float (&x)[4], const bf16* p) {
-    uint2 bits = *(const uint2*)p;
-    x[0] = __uint_as_float(bits.x << 16);
-    x[1] = __uint_as_float(bits.x & 0xffff0000u);
-    x[2] = __uint_as_float(bits.y << 16);
-    x[3] = __uint_as_float(bits.y & 0xffff0000u);
-}
-__device__ inline void load4(float (&x)[4], const float* p) {
-    float4 y = *(const float4*)p;
-    x[0] = y.x;
-    x[1] = y.y;
-    x[2] = y.z;
-    x[3] = y.w;
-}
-__device__ inline void store4(bf16* p, const float (&x)[4]) {
-    *(uint2*)p = make_uint2(pack2(x[0], x[1]), pack2(x[2], x[3]));
-}
-__device__ inline void store4(float* p, const float (&x)[4]) { *(float4*)p = make_float4(x[0], x[1], x[2], x[3]); }
 
 // Tensor cores, in short. One instruction of a whole warp, mma16816, adds the product of A (16 x 16) and B (16 x 8),
 // both bf16, to C (16 x 8) in fp32. The matrices lie spread over the registers of the 32 lanes; with g = lane / 4 and
@@ -2919,10 +2873,6 @@ typedef struct {
     double aux_loss_coef, z_loss_coef;
 } Switches;
 
-int layer_ffn_size(const MoEConfig* c, int l) {
-    return config_layer_is_moe(c, l) ? c->moe_intermediate_size : c->intermediate_size;
-}
-
 size_t widest_ffn(const MoEConfig* c, size_t N, bool moe_layers) {
     // rows * F of the widest dense layer; with moe_layers also of the MoE layers
     size_t widest = 0;
@@ -2930,7 +2880,7 @@ size_t widest_ffn(const MoEConfig* c, size_t N, bool moe_layers) {
         bool moe = config_layer_is_moe(c, l);
         size_t rows = moe ? N * c->num_experts_per_tok : N;
         if (moe && !moe_layers) { continue; }
-        widest = rows * layer_ffn_size(c, l) > widest ? rows * layer_ffn_size(c, l) : widest;
+        widest = rows * config_layer_ffn_size(c, l) > widest ? rows * config_layer_ffn_size(c, l) : widest;
     }
     return widest;
 }
@@ -2947,7 +2897,7 @@ void routing_layout(Routing* r, Arena* mem, size_t N, int E, int K) {
 void layer_acts_layout(LayerActs* a, Arena* mem, const MoEConfig* c, const Switches* s, int l, size_t B, size_t T) {
     // what layer l keeps for its backward; c has the padded sizes
     size_t N = B * T, C = c->hidden_size, NH = c->num_attention_heads, NKV = c->num_key_value_heads, HD = c->head_dim;
-    size_t A = NH * HD, KV = NKV * HD, E = c->num_experts, K = c->num_experts_per_tok, F = layer_ffn_size(c, l);
+    size_t A = NH * HD, KV = NKV * HD, E = c->num_experts, K = c->num_experts_per_tok, F = config_layer_ffn_size(c, l);
     bool moe = config_layer_is_moe(c, l), loop = s->experts == EXPERTS_LOOP;
     size_t R = moe ? N * K : N;
     a->residual_attn = take_bf16(mem, N * C);
@@ -3247,7 +3197,7 @@ void moe_forward(Model* model, Acts* acts, int l, const int* forced, size_t N) {
     const MoEConfig* c = &model->padded;
     LayerActs* a = &acts->layers[l];
     const LayerParams<bf16>* w = &model->w.layers[l];
-    size_t C = c->hidden_size, F = layer_ffn_size(c, l);
+    size_t C = c->hidden_size, F = config_layer_ffn_size(c, l);
     int E = c->num_experts, K = c->num_experts_per_tok;
     size_t R = N * K;
     if (!w->router) {
@@ -3368,7 +3318,7 @@ void moe_backward(Model* model, int l, const Microbatch* mb) {
     const LayerParams<bf16>* w = &model->w.layers[l];
     LayerParams<float>* d_w = &model->d_w.layers[l];
     cudaStream_t stream = model->stream;
-    size_t N = model->B * model->T, C = c->hidden_size, F = layer_ffn_size(c, l);
+    size_t N = model->B * model->T, C = c->hidden_size, F = config_layer_ffn_size(c, l);
     int E = c->num_experts, K = c->num_experts_per_tok;
     size_t R = N * K;
     phase(model, PHASE_EXPERTS, l);
@@ -3592,44 +3542,36 @@ void copy_numbers(const Model* model, void* arena, size_t size, const ParamTenso
         size_t row = (begin + i) / columns, column = (begin + i) % columns, left = columns - column;
         run = columns == padded || count - i < left ? count - i : left;
         char *there = (char*)arena + (place->offset + row * padded + column) * size, *here = (char*)host + i * size;
-        if (kind == cudaMemcpyHostToDevice) {
-            cudaCheck(cudaMemcpy(there, here, run * size, kind));
-        } else {
-            cudaCheck(cudaMemcpy(here, there, run * size, kind));
-        }
+        bool to_device = kind == cudaMemcpyHostToDevice;
+        cudaCheck(cudaMemcpy(to_device ? there : here, to_device ? here : there, run * size, kind));
     }
 }
 
-void store_f32(Model* model, float* arena, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    copy_numbers(model, arena, sizeof(float), t, begin, count, (void*)values, cudaMemcpyHostToDevice);
-}
-void store_m(void* model, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    store_f32((Model*)model, ((Model*)model)->m, t, begin, count, values);
-}
-void store_v(void* model, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    store_f32((Model*)model, ((Model*)model)->v, t, begin, count, values);
-}
-void store_master(void* model, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    store_f32((Model*)model, ((Model*)model)->master, t, begin, count, values);
+float* arena_of(const Model* model, const char* what) { // NULL: the weights in bf16
+    return strcmp(what, "grad") == 0     ? model->grads
+           : strcmp(what, "m") == 0      ? model->m
+           : strcmp(what, "v") == 0      ? model->v
+           : strcmp(what, "master") == 0 ? model->master
+                                         : NULL;
 }
 
-void store_weight(void* ctx, const ParamTensor* t, size_t begin, size_t count, const float* values) {
+void store_numbers(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count, const float* values) {
+    // what is "weight", which a master is made of, too, "m", "v" or "master"
     Model* model = (Model*)ctx;
+    bool weight = strcmp(what, "weight") == 0;
+    float* arena = arena_of(model, weight ? "master" : what);
+    if (arena) { copy_numbers(model, arena, sizeof(float), t, begin, count, (void*)values, cudaMemcpyHostToDevice); }
+    if (!weight) { return; }
     uint16_t* rounded = (uint16_t*)mallocCheck(count * sizeof(uint16_t));
     for (size_t i = 0; i < count; i++) { rounded[i] = f32_to_bf16(values[i]); }
     copy_numbers(model, model->params, sizeof(bf16), t, begin, count, rounded, cudaMemcpyHostToDevice);
-    if (model->master) { store_master(model, t, begin, count, values); }
     free(rounded);
 }
 
 void fetch_numbers(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count, float* values) {
     // what is "weight", "grad", "m", "v" or "master"
     Model* model = (Model*)ctx;
-    float* arena = strcmp(what, "grad") == 0     ? model->grads
-                   : strcmp(what, "m") == 0      ? model->m
-                   : strcmp(what, "v") == 0      ? model->v
-                   : strcmp(what, "master") == 0 ? model->master
-                                                 : NULL;
+    float* arena = arena_of(model, what);
     if (arena) {
         copy_numbers(model, arena, sizeof(float), t, begin, count, values, cudaMemcpyDeviceToHost);
         return;
@@ -3654,7 +3596,7 @@ void model_init(Model* model, uint64_t seed) {
             } else {
                 normal_fill(values, seed, t->name, begin, count, t->init_std);
             }
-            store_weight(model, t, begin, count, values);
+            store_numbers(model, t, "weight", begin, count, values);
         }
     }
     free(values);
@@ -3701,26 +3643,19 @@ Switches trainer_switches(const Options* opt) {
 
 void check_switches(const Options* opt, const MoEConfig* c) {
     // what the program cannot honour, found before anything is allocated
-    enum { GRID_MOST = 65535 };
+    const int GRID_MOST = 65535;
     if (strcmp(opt->recompute, "moe") == 0 && strcmp(opt->experts, "loop") == 0) {
         fatal("--recompute moe: the expert loop keeps what it has computed; use --experts grouped");
     }
     // blocks of a grid are counted to 65535 in y and z; kernels have a sequence, a head or 128 rows of an expert there
-    if (opt->batch_size > GRID_MOST) {
-        fatal("--batch-size %lld: train_moe takes at most %d sequences a microbatch: use --grad-accum",
-              (long long)opt->batch_size, GRID_MOST);
-    }
-    if (c->num_attention_heads > GRID_MOST) {
-        fatal("num_attention_heads is %d: train_moe takes at most %d", c->num_attention_heads, GRID_MOST);
-    }
-    if (c->num_experts > ROUTER_MAX_EXPERTS) {
-        fatal("num_experts is %d: train_moe takes at most %d (train_moe_cpu takes more)", c->num_experts,
-              ROUTER_MAX_EXPERTS);
-    }
     double tiles = (double)opt->batch_size * opt->seq_len * c->num_experts_per_tok / TILE_ROWS + c->num_experts;
-    if (tiles > GRID_MOST) {
-        fatal("--batch-size %lld x --seq-len %lld: %.0f tiles of experts' rows, at most %d fit: use --grad-accum",
-              (long long)opt->batch_size, (long long)opt->seq_len, tiles, GRID_MOST);
+    const struct { const char* what; double value, most; const char* advice; } limits[] = {
+        {"--batch-size", (double)opt->batch_size, GRID_MOST, "use --grad-accum"},
+        {"--batch-size x --seq-len: tiles of experts' rows", tiles, GRID_MOST, "use --grad-accum"},
+        {"num_attention_heads", (double)c->num_attention_heads, GRID_MOST, "train_moe_cpu takes more"},
+        {"num_experts", (double)c->num_experts, ROUTER_MAX_EXPERTS, "train_moe_cpu takes more"}};
+    for (const auto& l : limits) {
+        if (l.value > l.most) { fatal("%s: train_moe takes at most %.0f, not %.0f: %s", l.what, l.most, l.value, l.advice); }
     }
     bool documents = opt->doc_mask || opt->eval_choices;
     if (strcmp(opt->attention, "cudnn") == 0) { attention_cudnn_check(documents, c->head_dim); }
@@ -3732,13 +3667,12 @@ void trainer_load(Trainer* t) {
     const Run* run = &t->run;
     const char* folder = run->resume ? run->resume : run->opt.init;
     if (folder) {
-        hf_folder_load(folder, &run->config, &model->table, store_weight, model);
+        hf_folder_load(folder, &run->config, &model->table, store_numbers, model);
     } else {
         model_init(model, (uint64_t)run->opt.seed);
     }
     if (model->m && run->resume) {
-        checkpoint_moments_load(run->resume, &model->table, store_m, store_v, model->master ? store_master : NULL,
-                                model);
+        checkpoint_moments_load(run->resume, &model->table, store_numbers, model->master != NULL, model);
     }
     cudaCheck(cudaDeviceSynchronize());
     t->step = run->state.step;
@@ -3785,9 +3719,8 @@ void trainer_batch_file(Trainer* t) {
     memcpy(host, file->tokens, N * sizeof(int));
     memcpy(host + N, file->targets, N * sizeof(int));
     if (file->doc_start) { memcpy(host + 2 * N, file->doc_start, N * sizeof(int)); }
-    doc_ends(host + 3 * N, host + 2 * N, N, t->model.T);
     int* scratch = (int*)mallocCheck((size_t)c->vocab_size * sizeof(int));
-    sort_tokens(host + 4 * N, host, N, c->vocab_size, scratch);
+    batch_complete(host, N, t->model.T, c->vocab_size, scratch);
     free(scratch);
     cudaCheck(cudaMemcpy(t->batch, host, 5 * N * sizeof(int), cudaMemcpyHostToDevice));
     free(host);
@@ -3939,18 +3872,14 @@ void trainer_show_sample(Trainer* t) {
 }
 
 void router_log_summary(const Model* model, StepMetrics* m) {
-    // of each layer over the step: the busiest expert's share of the tokens over the mean, how many experts got none,
-    // the mean entropy of the router; NAN, 0, NAN for a dense layer. From host_sums
+    // from host_sums
     const MoEConfig* c = &model->config;
     int L = c->num_hidden_layers, E = c->num_experts;
     for (int l = 0; l < L; l++) {
         const double *load = model->host_sums + SUM_LOAD + (size_t)l * E, *entropies = load + (size_t)L * E;
-        double slots = 0, sum = 0;
-        for (int e = 0; e < E; e++) { slots += load[e], sum += entropies[e]; }
-        m->dead_experts[l] = 0;
-        bool moe = model->w.layers[l].router != NULL;
-        m->expert_load[l] = moe ? expert_load_of(load, E, &m->dead_experts[l]) : NAN;
-        m->router_entropy[l] = moe ? sum * c->num_experts_per_tok / slots : NAN;
+        double entropy = 0;
+        for (int e = 0; e < E; e++) { entropy += entropies[e]; }
+        step_metrics_router(m, l, model->w.layers[l].router ? load : NULL, E, c->num_experts_per_tok, entropy);
     }
 }
 
@@ -4019,21 +3948,11 @@ void print_memory_plan(const Run* run, FILE* file) {
 
 void dry_run(const Run* run) {
     // what training with these options would take, without taking it; needs no GPU
+    size_t free_bytes, total;
     dry_run_counts(run);
     print_memory_plan(run, stdout);
-    int devices = 0;
-    size_t free_bytes, total;
-    bool gpu = cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0 &&
-               cudaMemGetInfo(&free_bytes, &total) == cudaSuccess;
-    cudaGetLastError();
-    const double cards[] = {24, 32, 48, 80, 96, 141}; // where there is no GPU: some that people have
-    if (run->opt.memory > 0) {
-        largest_batch_print(planned_bytes, run, run->opt.memory * (1 << 30));
-    } else if (gpu) {
-        largest_batch_print(planned_bytes, run, (double)total);
-    } else {
-        for (double gib : cards) { largest_batch_print(planned_bytes, run, gib * (1 << 30)); }
-    }
+    if (cudaMemGetInfo(&free_bytes, &total) != cudaSuccess) { total = 0; }
+    largest_batches_print(planned_bytes, run, (double)total);
 }
 
 const Run* planned_run; // whose plan is printed where memory runs out
@@ -4212,15 +4131,8 @@ void trainer_open(Trainer* t) {
     if (run->trains) {
         t->nominal_peak = nominal_bf16_peak(t->gpus.properties.name);
         print_setup(t);
-        bool first = t->gpus.rank == 0;
-        logger_open(&t->logger, first ? opt->metrics : NULL, t->step, run->config.num_hidden_layers);
-        profiler_init_rank(&t->profiler, opt->trace, t->gpus.rank); // each rank has a file of its own
-        profiler_track_name(&t->profiler, TRACK_COMPUTE, "compute stream");
-        if (t->gpus.num_ranks > 1) { profiler_track_name(&t->profiler, TRACK_ALLREDUCE, "all-reduce stream"); }
-        profiler_track_name(&t->profiler, TRACK_LOADER, "data loader");
-        char* about = run_describe(run, t->gpus.num_ranks, t->gpus.properties.name, t->gemm_peak, t->nominal_peak);
-        profiler_describe(&t->profiler, about);
-        free(about);
+        run_open_logs(run, &t->logger, &t->profiler, t->step, t->gpus.rank, t->gpus.num_ranks, t->gpus.properties.name,
+                      t->gemm_peak, t->nominal_peak);
         t->clock.profiler = &t->profiler;
         t->model.clock = &t->clock;
     }

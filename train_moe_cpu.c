@@ -226,13 +226,9 @@ int thread_num(void) {
 #endif
 }
 
-int layer_ffn_size(const MoEConfig* c, int l) {
-    return config_layer_is_moe(c, l) ? c->moe_intermediate_size : c->intermediate_size;
-}
-
 void layer_acts_layout(LayerActs* a, Arena* mem, const MoEConfig* c, int l, size_t B, size_t T) {
     size_t N = B * T, C = c->hidden_size, NH = c->num_attention_heads, NKV = c->num_key_value_heads, HD = c->head_dim;
-    size_t A = NH * HD, KV = NKV * HD, E = c->num_experts, K = c->num_experts_per_tok, F = layer_ffn_size(c, l);
+    size_t A = NH * HD, KV = NKV * HD, E = c->num_experts, K = c->num_experts_per_tok, F = config_layer_ffn_size(c, l);
     bool moe = config_layer_is_moe(c, l);
     size_t R = moe ? N * K : N;
     a->residual_attn = take(mem, N * C);
@@ -290,7 +286,7 @@ void backward_layout(Acts* a, Arena* mem, const MoEConfig* c, size_t B, size_t T
     size_t act = 0; // widest R*F of all layers
     for (int l = 0; l < c->num_hidden_layers; l++) {
         size_t rows = config_layer_is_moe(c, l) ? R : N;
-        act = rows * layer_ffn_size(c, l) > act ? rows * layer_ffn_size(c, l) : act;
+        act = rows * config_layer_ffn_size(c, l) > act ? rows * config_layer_ffn_size(c, l) : act;
     }
     a->d_residual = take(mem, N * C);
     a->d_norm = take(mem, N * C);
@@ -1567,7 +1563,7 @@ void moe_forward(Model* model, Acts* acts, int l, const int* forced, size_t N) {
     const MoEConfig* c = &model->config;
     LayerActs* a = &acts->layers[l];
     const LayerParams* w = &model->w.layers[l];
-    size_t C = c->hidden_size, F = layer_ffn_size(c, l);
+    size_t C = c->hidden_size, F = config_layer_ffn_size(c, l);
     int E = c->num_experts, K = c->num_experts_per_tok;
     if (!w->router) {
         phase(model, PHASE_EXPERTS, l);
@@ -1669,7 +1665,7 @@ void moe_backward(Model* model, int l, const Microbatch* mb, real beta_weight) {
     LayerActs* a = &acts->layers[l];
     const LayerParams* w = &model->w.layers[l];
     LayerParams* d_w = &model->d_w.layers[l];
-    size_t N = model->B * model->T, C = c->hidden_size, F = layer_ffn_size(c, l);
+    size_t N = model->B * model->T, C = c->hidden_size, F = config_layer_ffn_size(c, l);
     int E = c->num_experts, K = c->num_experts_per_tok;
     phase(model, PHASE_EXPERTS, l);
     if (!w->router) {
@@ -1882,23 +1878,19 @@ const float* decode(void* decoder, int token, size_t position, bool want_logits)
 // ----------------------------------------------------------------------------
 // checkpoints: how the arenas reach the files of llmc/checkpoint.h and back
 
-void store_numbers(real* arena, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    for (size_t i = 0; i < count; i++) { arena[t->offset + begin + i] = (real)values[i]; }
-}
-void store_weight(void* model, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    store_numbers(((Model*)model)->params, t, begin, count, values);
-}
-void store_m(void* model, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    store_numbers(((Model*)model)->m, t, begin, count, values);
-}
-void store_v(void* model, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    store_numbers(((Model*)model)->v, t, begin, count, values);
+real* arena_of(const Model* model, const char* what) { // what is "weight" or "master", the same here, "m" or "v"
+    return strcmp(what, "m") == 0 ? model->m : strcmp(what, "v") == 0 ? model->v : model->params;
 }
 
-void fetch_numbers(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count, float* values) {
-    Model* model = (Model*)ctx;
-    const real* arena = strcmp(what, "m") == 0 ? model->m : strcmp(what, "v") == 0 ? model->v : model->params;
-    for (size_t i = 0; i < count; i++) { values[i] = (float)arena[t->offset + begin + i]; }
+void store_numbers(void* model, const ParamTensor* t, const char* what, size_t begin, size_t count,
+                   const float* values) {
+    real* to = arena_of((Model*)model, what) + t->offset + begin;
+    for (size_t i = 0; i < count; i++) { to[i] = (real)values[i]; }
+}
+
+void fetch_numbers(void* model, const ParamTensor* t, const char* what, size_t begin, size_t count, float* values) {
+    const real* from = arena_of((Model*)model, what) + t->offset + begin;
+    for (size_t i = 0; i < count; i++) { values[i] = (float)from[i]; }
 }
 
 // ----------------------------------------------------------------------------
@@ -1934,14 +1926,13 @@ void trainer_load(Trainer* t) {
     const Run* run = &t->run;
     const char* folder = run->resume ? run->resume : run->opt.init;
     if (folder) {
-        hf_folder_load(folder, &run->config, &model->table, store_weight, model);
+        hf_folder_load(folder, &run->config, &model->table, store_numbers, model);
     } else {
         model_init(model, (uint64_t)run->opt.seed);
     }
     if (model->m && !run->resume) { optimizer_init(model); }
     if (model->m && run->resume) {
-        checkpoint_moments_load(run->resume, &model->table, store_m, store_v,
-                                run->state.has_master ? store_weight : NULL, model);
+        checkpoint_moments_load(run->resume, &model->table, store_numbers, true, model);
     }
     to_bf16_weights(model);
     t->step = run->state.step;
@@ -1999,18 +1990,10 @@ void router_log_add(Model* model) {
 }
 
 void router_log_summary(const Model* model, StepMetrics* m) {
-    // of each layer over the step: the busiest expert's share of the tokens over the mean, how many experts got none,
-    // the mean entropy of the router; NAN, 0, NAN for a dense layer
     const MoEConfig* c = &model->config;
-    int E = c->num_experts;
     for (int l = 0; l < c->num_hidden_layers; l++) {
-        const double* load = model->expert_load + (size_t)l * E;
-        double slots = 0;
-        for (int e = 0; e < E; e++) { slots += load[e]; }
-        m->dead_experts[l] = 0;
-        bool moe = model->w.layers[l].router != NULL;
-        m->expert_load[l] = moe ? expert_load_of(load, E, &m->dead_experts[l]) : NAN;
-        m->router_entropy[l] = moe ? model->entropy_sum[l] * c->num_experts_per_tok / slots : NAN;
+        const double* load = model->w.layers[l].router ? model->expert_load + (size_t)l * c->num_experts : NULL;
+        step_metrics_router(m, l, load, c->num_experts, c->num_experts_per_tok, model->entropy_sum[l]);
     }
 }
 
@@ -2157,7 +2140,7 @@ void dry_run(const Run* run) {
     printf("memory       B = %lld, T = %lld, %d threads, MiB\n", (long long)opt->batch_size, (long long)opt->seq_len,
            num_threads());
     memory_rows_print(stdout, rows);
-    largest_batch_print(planned_bytes, run, opt->memory > 0 ? opt->memory * (1 << 30) : machine_memory());
+    largest_batches_print(planned_bytes, run, machine_memory());
 }
 
 void dump_routing(void* ctx, int layer, float* logits, int* indices, float* weights) {
@@ -2275,23 +2258,14 @@ int train(Trainer* t) {
     return stop ? 130 : 0;
 }
 
-void print_setup(const Trainer* t) {
-    char machine[160];
-    snprintf(machine, sizeof(machine), "%d thread%s, matrix products by %s, %.1f GFLOP/s", num_threads(),
-             num_threads() == 1 ? "" : "s", gemm_library(t->model.switches.bf16), t->gemm_peak / 1e9);
-    run_print_setup(&t->run, machine);
-}
-
-void trace_start(Trainer* t) {
-    // the clock runs also without --trace; the file says what was run, so that dev/bench/timemap.py can say what is slow
-    profiler_init(&t->profiler, t->run.opt.trace);
-    profiler_track_name(&t->profiler, TRACK_LOADER, "data loader");
-    char machine[80];
+void open_logs(Trainer* t) {
+    // what was run on what, on stdout and for the trace; --metrics
+    char machine[80], peak[160];
     snprintf(machine, sizeof(machine), "%d thread%s, matrix products by %s", num_threads(),
              num_threads() == 1 ? "" : "s", gemm_library(t->model.switches.bf16));
-    char* about = run_describe(&t->run, 1, machine, t->gemm_peak, NAN);
-    profiler_describe(&t->profiler, about);
-    free(about);
+    snprintf(peak, sizeof(peak), "%s, %.1f GFLOP/s", machine, t->gemm_peak / 1e9);
+    run_print_setup(&t->run, peak);
+    run_open_logs(&t->run, &t->logger, &t->profiler, t->step, 0, 1, machine, t->gemm_peak, NAN);
 }
 
 void share_the_machine(char** argv) {
@@ -2337,9 +2311,7 @@ int main(int argc, char** argv) {
     trainer_load(t);
     if (run->trains) {
         t->gemm_peak = measure_gemm_peak(t->model.switches.bf16);
-        print_setup(t);
-        logger_open(&t->logger, opt->metrics, t->step, run->config.num_hidden_layers);
-        trace_start(t);
+        open_logs(t);
         t->model.profiler = &t->profiler;
     }
     int code = opt->dump           ? dump(t)

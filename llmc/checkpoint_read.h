@@ -90,10 +90,12 @@ static inline bool checkpoint_check_state(const SafeTensors* st, const ParamTabl
            fail_with(err, err_size, "%s has %zu tensors, %zu were expected", st->path, st->count, expected);
 }
 
-static inline void checkpoint_load_kind(const SafeTensors* st, const ParamTable* table, const char* prefix,
+static inline void checkpoint_load_kind(const SafeTensors* st, const ParamTable* table, const char* what,
                                         ParamStore store, void* ctx) {
+    char prefix[16];
+    snprintf(prefix, sizeof(prefix), "%s.", what);
     float* buffer = (float*)mallocCheck(HF_CHUNK * sizeof(float));
-    bool squares = strcmp(prefix, "v.") == 0;
+    bool squares = strcmp(what, "v") == 0;
     for (size_t i = 0; i < table->count; i++) {
         const ParamTensor* p = &table->tensors[i];
         const StTensor* t = checkpoint_find(st, prefix, p);
@@ -106,44 +108,30 @@ static inline void checkpoint_load_kind(const SafeTensors* st, const ParamTable*
             for (size_t k = 0; k < n && squares; k++) { // AdamW takes its root
                 if (buffer[k] < 0) { fatal("%s: tensor %s is negative at element %zu", st->path, t->name, begin + k); }
             }
-            store(ctx, p, begin, n, buffer);
+            store(ctx, p, what, begin, n, buffer);
         }
     }
     free(buffer);
 }
 
-// Hands AdamW's moments of the checkpoint in dir to store_m and store_v. store_master (may be NULL) gets the fp32
-// master weights; where the checkpoint has none (its weights are F32, or it ran without) it gets the weights
-// themselves, so each trainer resumes the other's.
-static inline void checkpoint_moments_load(const char* dir, const ParamTable* table, ParamStore store_m,
-                                           ParamStore store_v, ParamStore store_master, void* ctx) {
-    SafeTensors st, model;
+// Hands AdamW's moments of the checkpoint in dir to store; with_master: also the fp32 master weights. Where the
+// checkpoint has none (its weights are F32, or it ran without) the weights serve, which hf_folder_load has stored
+// before: so each trainer resumes the other's.
+static inline void checkpoint_moments_load(const char* dir, const ParamTable* table, ParamStore store, bool with_master,
+                                           void* ctx) {
+    SafeTensors st;
     TrainerState state;
     char err[1200];
     checkpoint_state_read(dir, &state);
     char* path = str_format("%s/trainer_state.safetensors", dir);
-    char* model_path = str_format("%s/model.safetensors", dir);
     if (!st_open(&st, path, err, sizeof(err))) { fatal("cannot resume: %s", err); }
     if (!checkpoint_check_state(&st, table, state.has_master, err, sizeof(err))) { fatal("cannot resume: %s", err); }
-    checkpoint_load_kind(&st, table, "m.", store_m, ctx);
-    checkpoint_load_kind(&st, table, "v.", store_v, ctx);
-    if (store_master != NULL && state.has_master) {
-        checkpoint_load_kind(&st, table, "master.", store_master, ctx);
-    } else if (store_master != NULL) {
-        if (!st_open(&model, model_path, err, sizeof(err))) { fatal("cannot resume: %s", err); }
-        if (!checkpoint_check_tensors(&model, table, "", err, sizeof(err))) { fatal("cannot resume: %s", err); }
-        float* buffer = (float*)mallocCheck(HF_CHUNK * sizeof(float));
-        for (size_t i = 0; i < table->count; i++) {
-            HfPiece piece = {&model, st_find(&model, table->tensors[i].name), 0};
-            hf_load_piece(&piece, &table->tensors[i], store_master, ctx, buffer);
-        }
-        free(buffer);
-        st_close(&model);
-    }
+    checkpoint_load_kind(&st, table, "m", store, ctx);
+    checkpoint_load_kind(&st, table, "v", store, ctx);
+    if (with_master && state.has_master) { checkpoint_load_kind(&st, table, "master", store, ctx); }
     st_close(&st);
     trainer_state_free(&state);
     free(path);
-    free(model_path);
 }
 
 // ----------------------------------------------------------------------------

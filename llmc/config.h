@@ -36,6 +36,10 @@ static inline bool config_layer_is_moe(const MoEConfig* config, int layer) {
     return (layer + 1) % config->decoder_sparse_step == 0;
 }
 
+static inline int config_layer_ffn_size(const MoEConfig* config, int layer) { // F: of an expert, or of a dense layer
+    return config_layer_is_moe(config, layer) ? config->moe_intermediate_size : config->intermediate_size;
+}
+
 // ----------------------------------------------------------------------------
 // presets
 

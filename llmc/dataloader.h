@@ -482,6 +482,12 @@ static inline void sort_tokens(int* order, const int* tokens, size_t N, int voca
     for (size_t n = 0; n < N; n++) { order[scratch[tokens[n]]++] = (int)n; }
 }
 
+// The last two arrays of an `all` (Batch) whose first three are there.
+static inline void batch_complete(int* all, size_t N, size_t T, int vocab_size, int* scratch) {
+    doc_ends(all + 3 * N, all + 2 * N, N, T);
+    sort_tokens(all + 4 * N, all, N, vocab_size, scratch);
+}
+
 static inline double dataloader_clock_ms(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

@@ -85,4 +85,12 @@ static inline void largest_batch_print(size_t (*planned)(const Run* run, size_t 
     }
 }
 
+// For --memory GiB where given, else for what the machine has, else (memory 0: not known) for some cards that people have.
+static inline void largest_batches_print(size_t (*planned)(const Run* run, size_t B), const Run* run, double memory) {
+    const double gib = 1 << 30, cards[] = {24, 32, 48, 80, 96, 141};
+    if (run->opt.memory > 0) { memory = run->opt.memory * gib; }
+    if (memory > 0) { largest_batch_print(planned, run, memory); }
+    for (int i = 0; i < 6 && memory == 0; i++) { largest_batch_print(planned, run, cards[i] * gib); }
+}
+
 #endif

@@ -9,8 +9,9 @@
 
 #define HF_CHUNK ((size_t)65536) // floats converted at a time
 
-// Takes elements begin .. begin+count-1 of a parameter (or of its m, v, master weight).
-typedef void (*ParamStore)(void* ctx, const ParamTensor* t, size_t begin, size_t count, const float* values);
+// Takes elements begin .. begin+count-1 of a parameter: what is "weight", or of its "m", "v", "master" weight.
+typedef void (*ParamStore)(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count,
+                           const float* values);
 
 // ----------------------------------------------------------------------------
 // the files of a folder
@@ -223,7 +224,7 @@ static inline void hf_load_piece(const HfPiece* piece, const ParamTensor* p, Par
     for (size_t begin = 0; begin < p->numel; begin += HF_CHUNK) {
         size_t n = p->numel - begin < HF_CHUNK ? p->numel - begin : HF_CHUNK;
         st_to_f32_finite(piece->file, piece->tensor, piece->begin + begin, n, buffer);
-        store(ctx, p, begin, n, buffer);
+        store(ctx, p, "weight", begin, n, buffer);
     }
 }
 

@@ -75,17 +75,18 @@ typedef struct {
 
 enum { DEAD_AFTER = 10 }; // steps without a token make an expert a dead one
 
-// How evenly an MoE layer's E experts are used: the busiest one's share of the tokens over the mean. *dead: how many got
-// none.
-static inline double expert_load_of(const double* tokens, int E, int* dead) {
+// How layer l used its E experts over the step. tokens (E): slots of each, K a token; NULL: a dense layer. entropy: of the
+// router, summed over the tokens.
+static inline void step_metrics_router(StepMetrics* m, int l, const double* tokens, int E, int K, double entropy) {
     double most = 0, sum = 0;
-    *dead = 0;
-    for (int e = 0; e < E; e++) {
+    m->dead_experts[l] = 0;
+    for (int e = 0; e < E && tokens != NULL; e++) {
         most = tokens[e] > most ? tokens[e] : most;
         sum += tokens[e];
-        *dead += tokens[e] == 0;
+        m->dead_experts[l] += tokens[e] == 0;
     }
-    return most * E / sum;
+    m->expert_load[l] = tokens != NULL ? most * E / sum : NAN;
+    m->router_entropy[l] = tokens != NULL ? entropy * K / sum : NAN;
 }
 
 // ----------------------------------------------------------------------------

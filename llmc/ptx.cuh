@@ -1,9 +1,11 @@
 // PTX instructions as small functions: the only inline assembly of the project, each beside its emulated twin
 // (dev/emu). All pointers are generic; conversion to shared-memory addresses happens inside, so that the emulator sees
-// real ones.
+// real ones. At the end loads and stores of 4 and 8 bf16 as floats.
 #ifndef LLMC_PTX_CUH
 #define LLMC_PTX_CUH
 #include <stdint.h>
+#include <string.h>
+#include <cuda_bf16.h>
 
 #ifndef EMU
 // ---------------------------------------------------------------- on a GPU
@@ -124,4 +126,52 @@ __attribute__((noinline, no_sanitize("thread"))) inline void store16(void* p, ui
     *(uint4*)p = v;
 }
 #endif
+
+// ---------------------------------------------------------------- bf16, several at a time
+typedef __nv_bfloat16 bf16;
+
+__device__ inline float round_bf16(float x) { return __bfloat162float(__float2bfloat16(x)); }
+
+// two floats as a pair of bf16, the first in the lower half: a register of an mma operand, four bytes of memory
+__device__ inline uint32_t pack2(float a, float b) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    uint32_t bits;
+    memcpy(&bits, &pair, sizeof(bits));
+    return bits;
+}
+
+// 8 bf16 as floats, 16-byte aligned
+__device__ inline void load8(float (&x)[8], const bf16* p) {
+    uint4 bits = load16(p);
+    uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        x[2 * i] = __uint_as_float(words[i] << 16);
+        x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+}
+__device__ inline void store8(bf16* p, const float (&x)[8]) {
+    store16(p, make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]), pack2(x[6], x[7])));
+}
+
+// 4 bf16 as floats, 8-byte aligned, and 4 floats, 16-byte aligned
+__device__ inline void load4(float (&x)[4], const bf16* p) {
+    uint2 bits = *(const uint2*)p;
+    x[0] = __uint_as_float(bits.x << 16);
+    x[1] = __uint_as_float(bits.x & 0xffff0000u);
+    x[2] = __uint_as_float(bits.y << 16);
+    x[3] = __uint_as_float(bits.y & 0xffff0000u);
+}
+__device__ inline void load4(float (&x)[4], const float* p) {
+    float4 y = *(const float4*)p;
+    x[0] = y.x;
+    x[1] = y.y;
+    x[2] = y.z;
+    x[3] = y.w;
+}
+__device__ inline void store4(bf16* p, const float (&x)[4]) {
+    *(uint2*)p = make_uint2(pack2(x[0], x[1]), pack2(x[2], x[3]));
+}
+__device__ inline void store4(float* p, const float (&x)[4]) { *(float4*)p = make_float4(x[0], x[1], x[2], x[3]); }
+
 #endif

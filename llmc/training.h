@@ -80,4 +80,18 @@ static inline void run_print_interrupted(const Run* run, int64_t step) {
     printf("interrupted after step %lld%s%s\n", (long long)step, out != NULL ? ", saved in " : "", out != NULL ? out : "");
 }
 
+// Opens what a run writes beside its checkpoints: --metrics (rank 0's) and --trace (each rank has a file of its own; the
+// clock runs without one, too), which says what was run on what. machine and peaks as in run_describe.
+static inline void run_open_logs(const Run* run, Logger* logger, Profiler* profiler, int64_t step, int rank, int num_ranks,
+                                 const char* machine, double measured_peak, double nominal_peak) {
+    logger_open(logger, rank == 0 ? run->opt.metrics : NULL, step, run->config.num_hidden_layers);
+    profiler_init_rank(profiler, run->opt.trace, rank);
+    if (run->opt.program == PROGRAM_GPU) { profiler_track_name(profiler, TRACK_COMPUTE, "compute stream"); }
+    if (num_ranks > 1) { profiler_track_name(profiler, TRACK_ALLREDUCE, "all-reduce stream"); }
+    profiler_track_name(profiler, TRACK_LOADER, "data loader");
+    char* about = run_describe(run, num_ranks, machine, measured_peak, nominal_peak);
+    profiler_describe(profiler, about);
+    free(about);
+}
+
 #endif

@@ -20,8 +20,6 @@
 #include "../../llmc/cuda_check.h"
 #include "../../llmc/ptx.cuh"
 
-typedef __nv_bfloat16 bf16;
-
 // ----------------------------------------------------------------------------
 // device helpers, as in train_moe.cu
 
@@ -45,50 +43,6 @@ template <class T> __device__ inline T block_sum(T x, T* warp_sums) {
     __syncthreads(); // the sums of all warps are there
     return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? warp_sums[threadIdx.x % 32] : T(0));
 }
-
-__device__ inline float round_bf16(float x) { return __bfloat162float(__float2bfloat16(x)); }
-
-// two floats as a pair of bf16, the first in the lower half: a register of an mma operand, four bytes of memory
-__device__ inline uint32_t pack2(float a, float b) {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    uint32_t bits;
-    memcpy(&bits, &pair, sizeof(bits));
-    return bits;
-}
-
-// 8 bf16 as floats, 16-byte aligned
-__device__ inline void load8(float (&x)[8], const bf16* p) {
-    uint4 bits = load16(p);
-    uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        x[2 * i] = __uint_as_float(words[i] << 16);
-        x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-    }
-}
-__device__ inline void store8(bf16* p, const float (&x)[8]) {
-    store16(p, make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]), pack2(x[6], x[7])));
-}
-
-// 4 bf16 as floats, 8-byte aligned, and 4 floats, 16-byte aligned
-__device__ inline void load4(float (&x)[4], const bf16* p) {
-    uint2 bits = *(const uint2*)p;
-    x[0] = __uint_as_float(bits.x << 16);
-    x[1] = __uint_as_float(bits.x & 0xffff0000u);
-    x[2] = __uint_as_float(bits.y << 16);
-    x[3] = __uint_as_float(bits.y & 0xffff0000u);
-}
-__device__ inline void load4(float (&x)[4], const float* p) {
-    float4 y = *(const float4*)p;
-    x[0] = y.x;
-    x[1] = y.y;
-    x[2] = y.z;
-    x[3] = y.w;
-}
-__device__ inline void store4(bf16* p, const float (&x)[4]) {
-    *(uint2*)p = make_uint2(pack2(x[0], x[1]), pack2(x[2], x[3]));
-}
-__device__ inline void store4(float* p, const float (&x)[4]) { *(float4*)p = make_float4(x[0], x[1], x[2], x[3]); }
 
 // ----------------------------------------------------------------------------
 // the CPU reference: cpu::rmsnorm_forward and so on are the functions of train_moe_cpu.c

@@ -10,7 +10,9 @@
 
 typedef struct { MoEConfig config; ParamTable table; float* weights; } Model;
 
-static void store_weights(void* ctx, const ParamTensor* t, size_t begin, size_t count, const float* values) {
+static void store_weights(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count,
+                          const float* values) {
+    CHECK(strcmp(what, "weight") == 0);
     memcpy((float*)ctx + t->offset + begin, values, count * sizeof(float));
 }
 

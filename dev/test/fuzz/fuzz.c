@@ -66,8 +66,8 @@ static void read_config(const char* folder) {
 // model.safetensors.index.json and its shards
 
 static size_t stored;
-static void store(void* ctx, const ParamTensor* t, size_t begin, size_t count, const float* values) {
-    (void)ctx;
+static void store(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count, const float* values) {
+    (void)ctx, (void)what;
     fuzz_check(begin <= t->numel && count <= t->numel - begin);
     fuzz_check(values[0] == values[0] && values[count - 1] == values[count - 1]);
     stored += count;
@@ -182,7 +182,7 @@ static void read_state(const char* folder) {
     fuzz_check(ok || found == NULL);
     if (ok) {
         param_table_build(&table, &config);
-        checkpoint_moments_load(folder, &table, store, store, store, NULL);
+        checkpoint_moments_load(folder, &table, store, true, NULL);
         hf_folder_load(folder, &config, &table, store, NULL);
         param_table_free(&table);
     }
