@@ -2567,11 +2567,9 @@ void cross_entropy(float* losses, bf16* logits, const int* targets, size_t rows,
     // losses (rows) = -log softmax(logits[n,:])[targets[n]], 0 if targets[n] < 0; want_grad: logits (rows,V) =
     // d_loss * (softmax - one-hot); else they stay. V is padded: the columns from vocab_size on count nothing.
     if (rows == 0) { return; }
-    if (V % 8 != 0 || vocab_size < 1 || (size_t)vocab_size > V) {
-        fatal("cross_entropy: V must be a multiple of 8 and hold vocab_size >= 1, are %zu and %d", V, vocab_size);
-    }
-    if ((uintptr_t)logits % 16 != 0) {
-        fatal("cross_entropy: logits must be 16-byte aligned, are at %p", (void*)logits);
+    if (V % 8 != 0 || vocab_size < 1 || (size_t)vocab_size > V || (uintptr_t)logits % 16 != 0) {
+        fatal("cross_entropy: rows of %zu at %p must be whole groups of 16 bytes and hold vocab_size %d >= 1", V,
+              (void*)logits, vocab_size);
     }
     size_t threads = V / 8 < 1024 ? 32 * ceil_div(V / 8, 32) : 1024; // 8 logits a thread at least
     cross_entropy_kernel3<<<(unsigned)rows, (unsigned)threads, 0, stream>>>(losses, logits, targets, V, vocab_size,
@@ -2790,10 +2788,9 @@ void adamw_fused(bf16* params, float* master, const float* grads, float* m, floa
     // master NULL: params = stochastic rounding of what becomes of them. grads and norm (1) are read. ranges
     // (num_ranges) ascend and lie on the device; what is in none of them stays.
     if (count == 0 || num_ranges == 0) { return; }
-    if (count % 8 != 0) { fatal("adamw_fused: the count must be a multiple of 8, is %zu", count); }
-    if (((uintptr_t)params | (uintptr_t)master | (uintptr_t)grads | (uintptr_t)m | (uintptr_t)v) % 16 != 0) {
-        fatal("adamw_fused: params, master, grads, m and v must be 16-byte aligned, are at %p, %p, %p, %p, %p",
-              (void*)params, (void*)master, (const void*)grads, (void*)m, (void*)v);
+    uintptr_t places = (uintptr_t)params | (uintptr_t)master | (uintptr_t)grads | (uintptr_t)m | (uintptr_t)v;
+    if (count % 8 != 0 || places % 16 != 0) {
+        fatal("adamw_fused: all arrays must be 16-byte aligned, the count (%zu) a multiple of 8", count);
     }
     adamw_fused_kernel2<<<(unsigned)ceil_div(count, 256 * 4), 256, 0, stream>>>(params, master, grads, m, v, norm,
                                                                                 ranges, num_ranges, count, a);
@@ -3473,12 +3470,6 @@ void model_update(Model* model, int64_t step, double lr, const Options* opt) {
     phase(model, PHASE_OTHER, -1);
 }
 
-void model_evaluate(Model* model, const Microbatch* mb) {
-    // forward only; adds to step_sums
-    model_forward(model, mb);
-    model_loss(model, mb, false, NULL);
-}
-
 // ----------------------------------------------------------------------------
 // generation, as in llm.c without a cache of keys and values: for each new token the whole context goes through
 // model_forward, the kernels that train (attention is always the flash version). A context is one small microbatch.
@@ -3845,7 +3836,8 @@ double trainer_evaluate(Trainer* t) {
         trainer_batch_on_device(t, &mb);
         mb.counted = tokens;
         mb.share = mb.grad_scale = 1;
-        model_evaluate(model, &mb);
+        model_forward(model, &mb);
+        model_loss(model, &mb, false, NULL);
     }
     all_reduce_sums(&t->gpus, model->step_sums, step_sums_count(model), model->stream);
     trainer_read_sums(t);
@@ -4028,7 +4020,8 @@ int evaluate_choices(Trainer* t) {
         choices_batch(choices, i, model->B, batch, batch + N, batch + 2 * N);
         trainer_upload(t, batch);
         trainer_batch_on_device(t, &mb);
-        model_evaluate(model, &mb);
+        model_forward(model, &mb);
+        model_loss(model, &mb, false, NULL);
         cudaCheck(cudaMemcpyAsync(losses, model->acts.losses, N * sizeof(float), cudaMemcpyDeviceToHost,
                                   model->stream));
         streamWait(model->stream);

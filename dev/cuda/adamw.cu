@@ -167,10 +167,9 @@ void adamw_fused(bf16* params, float* master, const float* grads, float* m, floa
     // master NULL: params = stochastic rounding of what becomes of them. grads and norm (1) are read. ranges
     // (num_ranges) ascend and lie on the device; what is in none of them stays.
     if (count == 0 || num_ranges == 0) { return; }
-    if (count % 8 != 0) { fatal("adamw_fused: the count must be a multiple of 8, is %zu", count); }
-    if (((uintptr_t)params | (uintptr_t)master | (uintptr_t)grads | (uintptr_t)m | (uintptr_t)v) % 16 != 0) {
-        fatal("adamw_fused: params, master, grads, m and v must be 16-byte aligned, are at %p, %p, %p, %p, %p",
-              (void*)params, (void*)master, (const void*)grads, (void*)m, (void*)v);
+    uintptr_t places = (uintptr_t)params | (uintptr_t)master | (uintptr_t)grads | (uintptr_t)m | (uintptr_t)v;
+    if (count % 8 != 0 || places % 16 != 0) {
+        fatal("adamw_fused: all arrays must be 16-byte aligned, the count (%zu) a multiple of 8", count);
     }
     adamw_fused_kernel2<<<(unsigned)ceil_div(count, 256 * 4), 256, 0, stream>>>(params, master, grads, m, v, norm,
                                                                                 ranges, num_ranges, count, a);

@@ -140,11 +140,9 @@ void cross_entropy(float* losses, bf16* logits, const int* targets, size_t rows,
     // losses (rows) = -log softmax(logits[n,:])[targets[n]], 0 if targets[n] < 0; want_grad: logits (rows,V) =
     // d_loss * (softmax - one-hot); else they stay. V is padded: the columns from vocab_size on count nothing.
     if (rows == 0) { return; }
-    if (V % 8 != 0 || vocab_size < 1 || (size_t)vocab_size > V) {
-        fatal("cross_entropy: V must be a multiple of 8 and hold vocab_size >= 1, are %zu and %d", V, vocab_size);
-    }
-    if ((uintptr_t)logits % 16 != 0) {
-        fatal("cross_entropy: logits must be 16-byte aligned, are at %p", (void*)logits);
+    if (V % 8 != 0 || vocab_size < 1 || (size_t)vocab_size > V || (uintptr_t)logits % 16 != 0) {
+        fatal("cross_entropy: rows of %zu at %p must be whole groups of 16 bytes and hold vocab_size %d >= 1", V,
+              (void*)logits, vocab_size);
     }
     size_t threads = V / 8 < 1024 ? 32 * ceil_div(V / 8, 32) : 1024; // 8 logits a thread at least
     cross_entropy_kernel3<<<(unsigned)rows, (unsigned)threads, 0, stream>>>(losses, logits, targets, V, vocab_size,
