@@ -4085,22 +4085,6 @@ int train(Trainer* t) {
     return stop ? 130 : 0;
 }
 
-void print_setup(const Trainer* t) {
-    const MultiGpu* g = &t->gpus;
-    char machine[300], peaks[100] = "", ranks[100] = "";
-    if (isfinite(t->nominal_peak)) { snprintf(peaks, sizeof(peaks), ", %.1f TFLOP/s nominal", t->nominal_peak / 1e12); }
-    if (isfinite(t->gemm_peak)) {
-        snprintf(peaks + strlen(peaks), sizeof(peaks) - strlen(peaks), ", %.1f measured", t->gemm_peak / 1e12);
-    }
-    if (g->num_ranks > 1) {
-        snprintf(ranks, sizeof(ranks), "\nranks      %d, NCCL %d, all-reduce tested in %.0f ms", g->num_ranks,
-                 g->nccl_version, g->connect_ms);
-    }
-    snprintf(machine, sizeof(machine), "%d x %s (sm_%d%d, %.1f GiB)%s%s", g->num_ranks, g->properties.name,
-             g->properties.major, g->properties.minor, (double)g->properties.totalGlobalMem / (1 << 30), peaks, ranks);
-    run_print_setup(&t->run, machine);
-}
-
 void trainer_open(Trainer* t) {
     // everything on the device
     const Run* run = &t->run;
@@ -4123,7 +4107,9 @@ void trainer_open(Trainer* t) {
     trainer_load(t);
     if (run->trains) {
         t->nominal_peak = nominal_bf16_peak(t->gpus.properties.name);
-        print_setup(t);
+        char machine[400];
+        multi_gpu_describe(&t->gpus, machine, sizeof(machine), t->nominal_peak, t->gemm_peak);
+        run_print_setup(run, machine);
         run_open_logs(run, &t->logger, &t->profiler, t->step, t->gpus.rank, t->gpus.num_ranks, t->gpus.properties.name,
                       t->gemm_peak, t->nominal_peak);
         t->clock.profiler = &t->profiler;

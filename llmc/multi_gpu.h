@@ -371,4 +371,18 @@ static inline void multi_gpu_check_same(MultiGpu* g, int64_t step, uint64_t trai
     }
 }
 
+// The machine in words: how many of which GPU, FLOP/s of one by its data sheet and measured (NAN: not known), the ranks.
+static inline void multi_gpu_describe(const MultiGpu* g, char* text, size_t size, double nominal_peak,
+                                      double measured_peak) {
+    char nominal[60] = "", measured[60] = "", ranks[100] = "";
+    if (isfinite(nominal_peak)) { snprintf(nominal, sizeof(nominal), ", %.1f TFLOP/s nominal", nominal_peak / 1e12); }
+    if (isfinite(measured_peak)) { snprintf(measured, sizeof(measured), ", %.1f measured", measured_peak / 1e12); }
+    if (g->num_ranks > 1) {
+        snprintf(ranks, sizeof(ranks), "\nranks      %d, NCCL %d, all-reduce tested in %.0f ms", g->num_ranks,
+                 g->nccl_version, g->connect_ms);
+    }
+    snprintf(text, size, "%d x %s (sm_%d%d, %.1f GiB)%s%s%s", g->num_ranks, g->properties.name, g->properties.major,
+             g->properties.minor, (double)g->properties.totalGlobalMem / (1 << 30), nominal, measured, ranks);
+}
+
 #endif
