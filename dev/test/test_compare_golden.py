@@ -8,7 +8,7 @@ import sys
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from compare_golden import compare
+from compare_golden import compare, compare_ten_steps, Table
 from harness import *
 
 GOLDENS = os.path.join(ROOT, "dev", "test", "goldens")
@@ -153,6 +153,35 @@ def bf16_limits_let_rounding_pass_and_no_more():
         check(bool(found) == bool(limit) and (not limit or limit in found), f"failed: {found}, expected {limit}")
     idle = "grad.model.layers.1.mlp.experts.2.up_proj.weight"
     check(idle in failed(lambda d: d[idle].__setitem__((0, 0), 1e-30), "tied"), "an idle expert's gradient need not be zero")
+
+
+@test
+def ten_steps_beside_each_other_let_rounding_pass_and_no_more():
+    golden, tensors, scalars, _ = honest("aux")
+    start = load_file(os.path.join(golden, "model.safetensors"))
+    end = {n[7:]: t for n, t in tensors.items() if n.startswith("step10.")}
+    moments = {f"{m}.{n}": tensors["grad." + n] ** (1 if m == "m" else 2) for n in end for m in "mv"}
+    exact = ([float(i) for i in range(10)], [0.1] * 10, end, moments)
+    name, norm = "model.layers.0.mlp.experts.1.up_proj.weight", "model.norm.weight"
+    def failed(change):
+        losses, norms, weights, state = ours = (list(exact[0]), list(exact[1]), {n: t.copy() for n, t in end.items()}, {
+            **{n: t.copy() for n, t in moments.items()}, **{"master." + n: t.copy() for n, t in end.items()}})
+        change(losses, norms, weights, state)
+        table = Table()
+        compare_ten_steps(table, ours, exact, start)
+        check(len(table.rows) >= 8, f"{len(table.rows)} rows")
+        return " ".join(q for q, *_ in table.failed())
+    def scaled(part, by):
+        return lambda l, n, w, state: [t.__imul__(np.float32(1 + by)) for key, t in state.items() if part in key]
+    def moved(by):  # of what the steps changed
+        return lambda l, n, w, state: state["master." + name].__iadd__(np.float32(by) * (end[name] - start[name]))
+    for change, row in ((lambda *a: None, ""), (lambda l, *a: l.__setitem__(7, 7.009), ""), (lambda l, *a: l.__setitem__(7, 7.011), "loss"),
+                        (lambda l, n, *a: n.__setitem__(3, 0.102), "norm"), (lambda l, *a: l.pop(), "loss"), (moved(0.2), ""), (moved(0.3), "update"),
+                        (scaled("m." + name, 0.12), ""), (scaled("m." + name, 0.14), "m of"), (scaled("v.", 0.034), ""), (scaled("v.", 0.036), "v of"),
+                        (scaled("v." + name, np.nan), "v of"), (scaled("master." + norm, -0.01), "update"),
+                        (lambda l, n, w, s: s.pop("m." + norm), "m." + norm), (lambda l, n, w, s: w.pop(norm), "weights")):
+        found = failed(change)
+        check(row in found and bool(row) == bool(found), f"failed: {found!r}, expected {row!r}")
 
 
 @test

@@ -10,6 +10,7 @@ import time
 from gpu import *
 
 TINY = [PROGRAM, "--model", "tiny", "--batch-size", 2, "--seq-len", 16, "--lr", "1e-3", "--schedule", "constant", "--warmup-steps", 0]
+RANKS = [*TINY[:3], "--batch-size", 1, *TINY[5:], "--doc-mask"]
 GOLDENS = os.path.join(ROOT, "dev", "test", "goldens")
 making = threading.Lock()
 SILENT = ("emu:", "runtime error", "AddressSanitizer", "WARNING")
@@ -78,12 +79,14 @@ def check_close(a, b, relative, what):
 @emu_test
 def every_order_of_threads_gives_the_same_bits():
     environments = {"reverse": {"EMU_ORDER": "reverse"}, "random": {"EMU_ORDER": "random:7"}, "lazy": {"EMU_LAZY_STREAM": "1"}}
-    commands = {"shards": [*TINY, "--train-data", stories(), "--doc-mask", "--grad-accum", 2, "--z-loss-coef", "1e-3"],
-                "odd": golden("odd", "--aux-loss-coef", "1e-2"), "mixed": golden("mixed", "--recompute", "moe"),
-                "plain": golden("docs", "--attention", "naive", "--experts", "loop", "--optimizer", "simple")}
-    for name, command in commands.items():
-        wanted, *others = at_once(lambda: train(name, command, 2, env={"EMU_ORDER": "forward"}), *(
-            lambda order=order, env=env: train(f"{name}-{order}", command, 2, env=env) for order, env in environments.items()))
+    data, rounded = ["--train-data", stories(), "--grad-accum", 2], ["--z-loss-coef", "1e-3", "--master", 0]
+    commands = {"shards": (1, [*TINY, *data, "--doc-mask", "--z-loss-coef", "1e-3"]), "rounded": (1, [*TINY, *data, "--doc-mask", *rounded]),
+                "odd": (1, golden("odd", "--aux-loss-coef", "1e-2")), "mixed": (1, golden("mixed", "--recompute", "moe")),
+                "plain": (1, golden("docs", "--attention", "naive", "--experts", "loop", "--optimizer", "simple")),
+                "two": (2, [*RANKS, *data]), "every": (2, [*RANKS, *data, *rounded, "--allreduce", "every"])}
+    for name, (count, command) in commands.items():
+        wanted, *others = at_once(lambda: train(name, command, 2, count, {"EMU_ORDER": "forward"}), *(
+            lambda order=order, env=env: train(f"{name}-{order}", command, 2, count, env) for order, env in environments.items()))
         for other in others:
             check_same_checkpoint(wanted, other)
 
@@ -233,8 +236,6 @@ def greedy_sampling_takes_what_forward_calls_the_likeliest():
 
 # ----------------------------------------------------------------------------
 # ranks
-
-RANKS = [*TINY[:3], "--batch-size", 1, *TINY[5:], "--doc-mask"]
 
 
 def on_ranks(name, count, *options, steps=2, env=None):
