@@ -808,8 +808,8 @@ void check_d_down_proj(int kernel, const std::vector<float>& got, const std::vec
     check_f32(named("d_down_proj"), got, want);
 }
 
-void check_forward(const Layer& l, const DeviceLayer& d, const std::vector<float>& gate_up,
-                   const std::vector<float>& act, const std::vector<float>& out) {
+void check_forward(const Layer& l, const std::vector<float>& gate_up, const std::vector<float>& act,
+                   const std::vector<float>& out) {
     std::vector<float> expert_in(l.R * l.C), want_gate_up(l.R * 2 * l.F), want_act(l.R * l.F), want_out(l.R * l.C);
     cpu::permute_forward(expert_in.data(), l.inp.data(), l.row_slot.data(), 0, l.R, l.K, l.C);
     reference_forward(&want_gate_up, expert_in, l.gate_up_proj, l, l.C, 2 * l.F);
@@ -863,7 +863,7 @@ void check_layer(int kernel, size_t N, int E, int K, size_t C, size_t F, enum Sk
     layer_forward(kernel, l, d);
     std::vector<float> gate_up = to_float(d.gate_up.get()), act = to_float(d.expert_act.get());
     std::vector<float> out = to_float(d.expert_out.get());
-    check_forward(l, d, gate_up, act, out);
+    check_forward(l, gate_up, act, out);
     if (kernel == 5) { // its gradient of the router weights is that of the sum before it is rounded to expert_out
         reference_forward(&out, act, l.down_proj, l, l.F, l.C);
     }

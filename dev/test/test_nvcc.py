@@ -1,5 +1,6 @@
-"""NVIDIA's compiler takes train_moe.cu for each architecture without a word, and its hot kernels keep to registers. No GPU needed:
-nvcc is that of the toolkit, or of the wheels that `make test-deps` brings. Of each kernel: registers, spills, shared memory."""
+"""NVIDIA's compiler takes train_moe.cu, each lesson of dev/cuda and dev/bench/peaks.cu for each architecture without a word, and the
+hot kernels keep to registers. No GPU needed: nvcc is that of the toolkit, or of the wheels that `make test-deps` brings. Of each
+kernel: registers, spills, shared memory. The lessons and peaks.cu take two minutes of two cores. `test_nvcc.py NAME` runs the tests whose name contains NAME."""
 
 import glob
 import re
@@ -26,7 +27,7 @@ def compile(source, *options, architectures=ARCHITECTURES):
     include = [f"-I{ROOT}", *(x for d in wheels for x in ("-isystem", d))]
     mpi = shlex.split(run(["mpicxx", "--showme:compile"]).out) if shutil.which("mpicxx") else ["-DNO_MPI=1"]
     arch = [x for a in architectures for x in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
-    out = os.path.join(BUILD, os.path.basename(source) + "".join(o.strip("-") for o in options) + ".o")
+    out = os.path.join(BUILD, os.path.basename(source) + "".join(re.sub(r"\W", "_", o) for o in options) + ".o")
     r = run([nvcc(), "-std=c++17", "-O3", *arch, "--threads", 2, *include, *mpi, "-DOMPI_SKIP_MPICXX", "-Xcompiler", "-Wall,-Wextra,-fopenmp",
              "-Xptxas", "-v", *options, "-c", source, "-o", out], timeout=1200)
     warnings = [line for line in (r.out + r.err).splitlines() if "warning" in line.lower()]
@@ -96,6 +97,29 @@ def an_architecture_that_nvcc_does_not_know_is_left_to_ptx():  # P7
 @test
 def test_moe_compiles():
     compile("test_moe.cu", architectures=("90",))
+
+
+@test
+def a_warning_is_a_failure():
+    planted = os.path.join(BUILD, "planted.cu")
+    os.makedirs(BUILD, exist_ok=True)
+    for text in ("__global__ void k(int* x) { int unused = 1; *x = 1; }\n", "void f(int unused) {}\n"):  # nvcc's own, the host compiler's
+        with open(planted, "w") as f:
+            f.write(text)
+        try:
+            compile(planted, architectures=("90",))
+        except Failure as e:
+            check("unused" in str(e), str(e))
+        else:
+            raise Failure(f"nothing was said about {text}")
+
+
+SOURCES = sorted(glob.glob(os.path.join(ROOT, "dev", "cuda", "*.cu"))) + [os.path.join(ROOT, "dev", "bench", "peaks.cu")]
+for source in SOURCES:
+    def claim(source=source):
+        check_kernels(compile(source), os.path.relpath(source, ROOT))
+    claim.__name__ = f"{os.path.basename(source)[:-3]}_compiles_without_a_warning_and_its_hot_kernels_do_not_spill"
+    test(claim)
 
 
 main()
