@@ -73,6 +73,7 @@ __global__ void attention_softmax_backward_kernel1(bf16* probs, bf16* d_scores, 
 }
 
 // d_k, d_v of a key/value head = sums (2,T,HD) over its query heads, rounded once. A block a row, a thread a column.
+// Bound by bandwidth.
 __global__ void attention_round_kernel1(bf16* d_k, bf16* d_v, const float* sums, size_t ld) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x, to = blockIdx.x * ld + threadIdx.x;
     d_k[to] = __float2bfloat16(sums[i]);
