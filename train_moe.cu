@@ -750,9 +750,9 @@ void attention_check(const char* op, AttentionShape s) {
 
 size_t attention_naive_ld(size_t T) { return ceil_div(T, 8) * 8; } // rows of scores start at multiples of 16 bytes
 
-size_t attention_naive_bytes(size_t T) {
-    // scores and their gradients of one head (T,T) in fp32, and both again in bf16
-    return T * attention_naive_ld(T) * 2 * (sizeof(float) + sizeof(bf16));
+size_t attention_naive_bytes(size_t T, size_t HD) {
+    // of one head: scores and their gradients (T,T) in fp32, and both again in bf16; sums of d_k and d_v (T,HD) in fp32
+    return T * attention_naive_ld(T) * 2 * (sizeof(float) + sizeof(bf16)) + 2 * T * HD * sizeof(float);
 }
 
 // One warp a row of scores (T,T) of a head: probs (T,T) in bf16 = softmax over keys doc_start[t] .. t, zero elsewhere.
@@ -777,7 +777,7 @@ __global__ void attention_softmax_kernel1(bf16* probs, float* lse, const float* 
 
 void attention_naive_forward(bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const int* doc_start,
                              AttentionShape s, void* scores, cudaStream_t stream) {
-    // out (N,A) =, lse (B,NH,T) =; scores: attention_naive_bytes(T), one head's at a time
+    // out (N,A) =, lse (B,NH,T) =; scores: attention_naive_bytes(T, HD), one head's at a time
     attention_check("attention_naive_forward", s);
     size_t T = s.T, HD = s.HD, A = s.NH * HD, ld = attention_naive_ld(T);
     float scale = 1 / sqrtf((float)HD), *raw = (float*)scores;
@@ -843,18 +843,25 @@ __global__ void attention_softmax_backward_kernel1(bf16* probs, bf16* d_scores, 
     }
 }
 
+// d_k, d_v of a key/value head = sums (2,T,HD) over its query heads, rounded once. A block a row, a thread a column.
+__global__ void attention_round_kernel1(bf16* d_k, bf16* d_v, const float* sums, size_t ld) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x, to = blockIdx.x * ld + threadIdx.x;
+    d_k[to] = __float2bfloat16(sums[i]);
+    d_v[to] = __float2bfloat16(sums[(size_t)gridDim.x * blockDim.x + i]);
+}
+
 void attention_naive_backward(bf16* d_q, bf16* d_k, bf16* d_v, float* delta, const bf16* d_out, const bf16* out,
                               const float* lse, const bf16* q, const bf16* k, const bf16* v, const int* doc_start,
                               const int* doc_end, AttentionShape s, void* scores, cudaStream_t stream) {
-    // d_q, d_k, d_v (=) with ld_d from row to row; delta (B,NH,T) scratch; scores: attention_naive_bytes(T), one head's
-    // at a time
+    // d_q, d_k, d_v (=) with ld_d from row to row; delta (B,NH,T) scratch; scores: attention_naive_bytes(T, HD), one
+    // head's at a time
     (void)doc_end; // one softmax a row asks only where its document starts
     attention_check("attention_naive_backward", s);
     if (s.B == 0 || s.T == 0 || s.NH == 0) { return; }
     attention_delta(delta, d_out, out, s, stream);
     size_t T = s.T, HD = s.HD, A = s.NH * HD, ld = attention_naive_ld(T), group = s.NH / s.NKV;
-    float scale = 1 / sqrtf((float)HD), *raw = (float*)scores, *d_probs = raw + T * ld;
-    bf16 *probs = (bf16*)(d_probs + T * ld), *d_scores = probs + T * ld;
+    float scale = 1 / sqrtf((float)HD), *raw = (float*)scores, *d_probs = raw + T * ld, *sums = d_probs + T * ld;
+    bf16 *probs = (bf16*)(sums + 2 * T * HD), *d_scores = probs + T * ld;
     for (size_t bh = 0; bh < s.B * s.NH; bh++) {
         size_t b = bh / s.NH, h = bh % s.NH, kv = h / group;
         const bf16 *q_h = q + b * T * s.ld_qk + h * HD, *k_h = k + b * T * s.ld_qk + kv * HD,
@@ -868,9 +875,12 @@ void attention_naive_backward(bf16* d_q, bf16* d_k, bf16* d_v, float* delta, con
             probs, d_scores, raw, d_probs, lse + bh * T, delta + bh * T, doc_start + b * T, (int)T, (int)ld, scale);
         launchCheck("attention_softmax_backward_kernel1");
         float beta = h % group == 0 ? 0 : 1; // the heads of a group add up in their key/value head
-        gemm(true, false, T, HD, T, probs, ld, d_out_h, A, beta, d_v_h, CUDA_R_16BF, s.ld_d, stream);
-        gemm(true, false, T, HD, T, d_scores, ld, q_h, s.ld_qk, beta, d_k_h, CUDA_R_16BF, s.ld_d, stream);
+        gemm(true, false, T, HD, T, probs, ld, d_out_h, A, beta, sums + T * HD, CUDA_R_32F, HD, stream);
+        gemm(true, false, T, HD, T, d_scores, ld, q_h, s.ld_qk, beta, sums, CUDA_R_32F, HD, stream);
         gemm(false, false, T, HD, T, d_scores, ld, k_h, s.ld_qk, 0, d_q_h, CUDA_R_16BF, s.ld_d, stream);
+        if ((h + 1) % group != 0) { continue; }
+        attention_round_kernel1<<<(unsigned)T, s.HD, 0, stream>>>(d_k_h, d_v_h, sums, s.ld_d);
+        launchCheck("attention_round_kernel1");
     }
 }
 
@@ -3036,7 +3046,8 @@ void acts_layout(Acts* a, Arena* mem, const MoEConfig* c, const Switches* s, siz
     a->final_norm = take_bf16(mem, N * C);
     a->final_rstd = take(mem, N);
     a->losses = take(mem, N);
-    a->attn_scores = arena_take(mem, s->attention == ATTENTION_NAIVE ? attention_naive_bytes(T) : 0, 1);
+    size_t naive = s->attention == ATTENTION_NAIVE ? attention_naive_bytes(T, (size_t)c->head_dim) : 0;
+    a->attn_scores = arena_take(mem, naive, 1);
     a->route_chunks = take_int(mem, route_chunk_ints(R, (int)E));
 }
 

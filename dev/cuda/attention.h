@@ -185,9 +185,9 @@ void attention_check(const char* op, AttentionShape s) {
 
 size_t attention_naive_ld(size_t T) { return ceil_div(T, 8) * 8; } // rows of scores start at multiples of 16 bytes
 
-size_t attention_naive_bytes(size_t T) {
-    // scores and their gradients of one head (T,T) in fp32, and both again in bf16
-    return T * attention_naive_ld(T) * 2 * (sizeof(float) + sizeof(bf16));
+size_t attention_naive_bytes(size_t T, size_t HD) {
+    // of one head: scores and their gradients (T,T) in fp32, and both again in bf16; sums of d_k and d_v (T,HD) in fp32
+    return T * attention_naive_ld(T) * 2 * (sizeof(float) + sizeof(bf16)) + 2 * T * HD * sizeof(float);
 }
 
 // launch(D) where D is HD rounded up to what the kernels are compiled for, as a type: D's value is a constant
@@ -215,7 +215,13 @@ static const AttentionCase attention_cases[] = {
     {1, 200, 2, 1, 24, RANDOM},       {1, 129, 3, 1, 120, HALVES},       {1, 200, 2, 1, 128, WHOLE},
     {1, 40, 2, 1, 32, SINGLE_TOKENS}, {1, 70, 2, 2, 128, SINGLE_TOKENS},
 };
-static const AttentionCase long_case = {1, 2100, 2, 1, 64, HALVES};
+#ifdef EMU
+#define LONG_HEADS 2 // all 16 would take the emulator half an hour
+#else
+#define LONG_HEADS 16
+#endif
+static const AttentionCase long_cases[] = { // the second one has the sizes of smol-500m
+    {1, 2100, 2, 1, 64, HALVES}, {1, 4096, LONG_HEADS, LONG_HEADS, 64, WHOLE}};
 
 // q, k, v and their gradients where the trainer has them: q and k beside each other, v behind the q and k of the packed
 // projection
@@ -260,17 +266,26 @@ inline std::vector<float> head_major(const std::vector<float>& rows, const Atten
     return x;
 }
 
+// Tolerances are an ulp and so much of the spread of an element (Reference). 2^-8 of it is what fp32 sums get. P and
+// d_scores as factors on the tensor cores are bf16: each is rounded, by up to 2^-8 of its term and in the rms 0.42
+// times that, and the errors of a sum's terms add up as their squares do. 2^-8 is then 2.4 standard deviations, more
+// than one element in 1000 is beyond it and of the four millions of smol-500m's one at 2.1 * 2^-8. So: six of them.
+#define FP32_FACTORS (1.0 / 256)
+#define BF16_FACTORS (6 * 0.42 / 256)
+
 // inputs of a case and what the CPU makes of them
 struct Reference {
+    AttentionCase c;
     cpu::AttentionShape shape;
     AttentionShape s;
     std::vector<float> qk, qkv, d_out; // as on the device, token by token
     std::vector<float> q, k, v;        // head by head
     std::vector<int> doc_start;
     std::vector<float> out, lse, d_q, d_k, d_v;
+    std::vector<double> out_spread, d_q_spread, d_k_spread, d_v_spread; // what their tolerances are measured in
 
-    explicit Reference(const AttentionCase& c, float amplitude = 1.7f)
-        : shape{c.B, c.T, c.NH, c.NKV, c.HD}, s(shape_of(c)), doc_start(make_doc_start(c)) {
+    explicit Reference(const AttentionCase& a, float amplitude = 1.7f)
+        : c(a), shape{c.B, c.T, c.NH, c.NKV, c.HD}, s(shape_of(c)), doc_start(make_doc_start(c)) {
         size_t N = c.B * c.T, A = (size_t)c.NH * c.HD;
         qk = random_floats(N * s.ld_qk, amplitude, c.T + c.HD);
         qkv = random_floats(N * s.ld_v, amplitude, c.T + c.HD + 1);
@@ -293,6 +308,75 @@ struct Reference {
         d_v.resize(v.size());
         cpu::attention_naive_backward(d_q.data(), d_k.data(), d_v.data(), d_out.data(), out.data(), lse.data(),
                                       q.data(), k.data(), v.data(), doc_start.data(), scores.data(), shape);
+    }
+
+    // Each result is a sum, and its spread is the root of the sum of the squares of its terms.
+    void forward_spread() { // out = sum over the keys of p v
+        out_spread.assign(out.size(), 0);
+        each_pair([&](size_t, size_t k_row, size_t out_row, double p, bool) {
+            add_squares(&out_spread[out_row], &v[k_row], p * p);
+        });
+        roots(out_spread);
+    }
+    void backward_spread() { // d_v = sum of p d_out, d_k = sum of d_score q, d_q = sum of d_score k
+        d_q_spread.assign(q.size(), 0);
+        d_k_spread.assign(k.size(), 0);
+        d_v_spread.assign(v.size(), 0);
+        double scale = 1 / sqrt((double)s.HD);
+        each_pair([&](size_t q_row, size_t k_row, size_t out_row, double p, bool one_key) {
+            Dot d_p = dot(&d_out[out_row], &v[k_row]), delta = dot(&d_out[out_row], &out[out_row]);
+            // d_p and delta may cancel to less than what their sums were rounded by: HD times by 2^-24 of what had come
+            // together. Times 2^16, as it is to count 2^-8 of a spread.
+            double rounded = ldexp(s.HD * (d_p.squares + delta.squares), -32);
+            double d_score = p * scale, squares = (d_p.sum - delta.sum) * (d_p.sum - delta.sum) + rounded;
+            squares = one_key ? 0 : d_score * d_score * squares;
+            add_squares(&d_v_spread[k_row], &d_out[out_row], p * p);
+            add_squares(&d_k_spread[k_row], &q[q_row], squares);
+            add_squares(&d_q_spread[q_row], &k[k_row], squares);
+        });
+        roots(d_q_spread);
+        roots(d_k_spread);
+        roots(d_v_spread);
+    }
+
+private:
+    struct Dot {
+        double sum, squares; // of products, and of their squares
+    };
+    Dot dot(const float* x, const float* y) const {
+        double sum = 0, squares = 0;
+        #pragma omp simd reduction(+ : sum, squares)
+        for (int c = 0; c < s.HD; c++) {
+            double product = (double)x[c] * y[c];
+            sum += product;
+            squares += product * product;
+        }
+        return {sum, squares};
+    }
+    void add_squares(double* sums, const float* x, double factor_squared) const {
+        #pragma omp simd
+        for (int c = 0; c < s.HD; c++) { sums[c] += factor_squared * x[c] * x[c]; }
+    }
+    static void roots(std::vector<double>& x) {
+        for (double& value : x) { value = sqrt(value); }
+    }
+    // use(q_row, k_row, out_row, p, one_key) for each query and each key that it sees: where the rows of q and d_q, of
+    // k, v, d_k and d_v, of out and d_out begin, the key's probability, and whether there is no other key
+    template <class Use> void each_pair(Use use) const {
+        size_t T = s.T, HD = s.HD, NH = s.NH, NKV = s.NKV, group = NH / NKV;
+        double scale = 1 / sqrt((double)HD);
+        #pragma omp parallel for schedule(dynamic)
+        for (size_t head = 0; head < s.B * NKV; head++) { // a thread owns the sums of a group of query heads
+            for (size_t i = 0; i < group * T; i++) {
+                size_t b = head / NKV, h = head % NKV * group + i / T, t = i % T, begin = doc_start[b * T + t];
+                size_t row = (b * NH + h) * T + t;
+                for (size_t j = begin; j <= t; j++) {
+                    size_t k_row = (head * T + j) * HD;
+                    double p = exp(dot(&q[row * HD], &k[k_row]).sum * scale - lse[row]);
+                    use(row * HD, k_row, ((b * T + t) * NH + h) * HD, p, begin == t);
+                }
+            }
+        }
     }
 };
 #endif

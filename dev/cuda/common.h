@@ -197,17 +197,15 @@ inline bool same_length(const char* what, size_t got, size_t want) {
     return false;
 }
 
-// Each element within `ulps` bf16 steps of its own size plus `slack` times the rms of the reference. For a sum of K
-// products of bf16 numbers in fp32 the defaults hold: rounding the result costs half a step, and the rms of the result
-// is sqrt(K) times that of a product.
-inline void check_bf16(const char* what, const std::vector<float>& got, const std::vector<float>& want, double ulps = 1,
-                       double slack = 1.0 / 256) {
+// Each element within `ulps` bf16 steps of its own size plus `slack` times its own spread, the root of the sum of the
+// squares of its terms: for a sum of K products that is sqrt(K) times their rms.
+inline void check_bf16(const char* what, const std::vector<float>& got, const std::vector<float>& want,
+                       const std::vector<double>& spread, double ulps = 1, double slack = 1.0 / 256) {
     hash_results(got);
-    if (!same_length(what, got.size(), want.size())) { return; }
-    double typical = rms(want);
+    if (!same_length(what, got.size(), want.size()) || !same_length(what, spread.size(), want.size())) { return; }
     char detail[256];
     for (size_t i = 0; i < want.size(); i++) {
-        double tolerance = ulps * fabs(want[i]) / 128 + slack * typical + 1e-30;
+        double tolerance = ulps * fabs(want[i]) / 128 + slack * spread[i] + 1e-30;
         if (!(fabs((double)got[i] - want[i]) <= tolerance)) {
             snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g (tolerance %.3g)", i, want.size(),
                      got[i], want[i], tolerance);
@@ -215,6 +213,13 @@ inline void check_bf16(const char* what, const std::vector<float>& got, const st
         }
     }
     check_result(true, what, "");
+}
+// The same where the rms of the reference is the spread of all elements. For a sum of K products of bf16 numbers in
+// fp32 the defaults hold: rounding the result costs half a step, and the rms of the result is sqrt(K) times that of a
+// product.
+inline void check_bf16(const char* what, const std::vector<float>& got, const std::vector<float>& want, double ulps = 1,
+                       double slack = 1.0 / 256) {
+    check_bf16(what, got, want, std::vector<double>(want.size(), rms(want)), ulps, slack);
 }
 inline void check_bf16(const char* what, const std::vector<bf16>& got, const std::vector<float>& want, double ulps = 1,
                        double slack = 1.0 / 256) {
