@@ -7,6 +7,7 @@
 #include <string>
 #include <type_traits>
 #include "common.h"
+#include "../../llmc/cudnn_attention.h"
 #include "../../llmc/gemm.h"
 
 typedef struct {
@@ -223,6 +224,18 @@ static const AttentionCase attention_cases[] = {
 static const AttentionCase long_cases[] = { // the second one has the sizes of smol-500m
     {1, 2100, 2, 1, 64, HALVES}, {1, 4096, LONG_HEADS, LONG_HEADS, 64, WHOLE}};
 
+// NVIDIA's library, where a kernel's number is asked for
+#define CUDNN 0
+#ifdef USE_CUDNN
+#define WITH_CUDNN true
+#else
+#define WITH_CUDNN false
+#endif
+// it knows no documents, and short sequences are not what it is for
+inline bool cudnn_runs(const AttentionCase& c) {
+    return WITH_CUDNN && dev_only == 0 && c.documents == WHOLE && c.T >= 200;
+}
+
 // q, k, v and their gradients where the trainer has them: q and k beside each other, v behind the q and k of the packed
 // projection
 inline AttentionShape shape_of(const AttentionCase& c) {
@@ -232,9 +245,8 @@ inline AttentionShape shape_of(const AttentionCase& c) {
 
 inline std::string name_of(int kernel, const AttentionCase& c, const char* what) {
     char name[128];
-    snprintf(name, sizeof(name), "kernel %d, B %zu T %zu heads %d:%d HD %d, %s", kernel, c.B, c.T, c.NH, c.NKV, c.HD,
-             what);
-    return name;
+    snprintf(name, sizeof(name), "B %zu T %zu heads %d:%d HD %d, %s", c.B, c.T, c.NH, c.NKV, c.HD, what);
+    return (kernel == CUDNN ? "cuDNN, " : "kernel " + std::to_string(kernel) + ", ") + name;
 }
 
 inline std::vector<int> make_doc_start(const AttentionCase& c) {
@@ -249,6 +261,17 @@ inline std::vector<int> make_doc_start(const AttentionCase& c) {
         }
     }
     return start;
+}
+
+template <class Launch>
+void bench_attention(const char* op, int kernel, double bytes, double flops, Launch launch) {
+    if (kernel == CUDNN && !WITH_CUDNN) {
+        printf("cuDNN is not in this program: make deps-cudnn, then make build/dev/%s USE_CUDNN=1\n", op);
+    } else if (kernel == CUDNN) {
+        bench_library((std::string(op) + " cuDNN").c_str(), bytes, flops, launch);
+    } else {
+        bench((std::string(op) + " kernel " + std::to_string(kernel)).c_str(), bytes, flops, launch);
+    }
 }
 
 // (B,heads,T,HD), the CPU's layout, from rows of ld numbers a token of which the heads begin at `column`

@@ -4,6 +4,7 @@ attention_forward.cu: softmax(q k^T / sqrt(HD)) v, causal, within documents; gro
   nvcc -O3 -std=c++17 -I. -o build/dev/attention_forward dev/cuda/attention_forward.cu -lcjson -lcublasLt
   build/dev/attention_forward        checks all kernels, then times them
   build/dev/attention_forward 4      kernel 4 only
+  make build/dev/attention_forward USE_CUDNN=1      with NVIDIA's library beside them
 
 kernel 1: as the formula says: one head's (T,T) scores to memory, a softmax over each row, two matrix products. The
           trainer's --attention naive.
@@ -295,6 +296,8 @@ void attention_flash_forward(bf16* out, float* lse, const bf16* q, const bf16* k
 void forward(int kernel, bf16* out, float* lse, const bf16* q, const bf16* k, const bf16* v, const int* doc_start,
              AttentionShape s, void* scores) {
     switch (kernel) {
+        case CUDNN:
+            return attention_cudnn_forward(out, lse, q, k, v, s, 0);
         case 1:
             return attention_naive_forward(out, lse, q, k, v, doc_start, s, scores, 0);
         case 2:
@@ -347,6 +350,7 @@ void check_all() {
         for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
             if (dev_runs(kernel)) { check_forward(kernel, r); }
         }
+        if (cudnn_runs(c)) { check_forward(CUDNN, r); }
     };
     for (const AttentionCase& c : attention_cases) { check_case(c, 1.7f); }
     check_case({1, 65, 2, 1, 64, RANDOM}, 12.0f); // scores of some hundreds: rows nearly one-hot
@@ -368,9 +372,8 @@ void bench_all(int kernel) {
     doc_bounds(doc_start, doc_end, NULL, s.B, s.T, 0);
     // half of the two (T,T) products is masked; q, k, v are read and out is written once
     double flops = 2.0 * N * s.NH * s.T * s.HD, bytes = 4.0 * N * A * sizeof(bf16);
-    char name[64];
-    snprintf(name, sizeof(name), "attention_forward kernel %d", kernel);
-    bench(name, bytes, flops, [&] { forward(kernel, out, lse, qk, qk + A, qkv + s.ld_qk, doc_start, s, scores); });
+    bench_attention("attention_forward", kernel, bytes, flops,
+                    [&] { forward(kernel, out, lse, qk, qk + A, qkv + s.ld_qk, doc_start, s, scores); });
 }
 
 int main(int argc, char** argv) {
@@ -380,6 +383,7 @@ int main(int argc, char** argv) {
     for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
         if (dev_runs(kernel) && dev_benchmarks()) { bench_all(kernel); }
     }
+    if (dev_runs(CUDNN) && dev_benchmarks()) { bench_all(CUDNN); }
     gemm_close();
     return dev_close();
 }
