@@ -102,7 +102,7 @@ train_moe_cpu: train_moe_cpu.c $(HEADERS) $(BUILD)/flags
 # the GPU trainer, and its kernels one by one in dev/cuda. Each is built by nvcc, or by dev/emu/emucc for the emulator.
 #   GPU_ARCH="sm_90 sm_120"  architectures to build for [this machine's; without a GPU sm_80 sm_90 sm_120 and what is newer]
 #   CUDA_HOME NCCL_HOME      where to look first            NO_MPI=1 NO_NCCL=1  a program for one GPU
-#   USE_CUDNN=1              --attention cudnn (make deps-cudnn brings what it needs)
+#   USE_CUDNN=1              --attention cudnn, also in make bench (make deps-cudnn brings what it needs)
 
 NVCC := $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc \
     $(BUILD)/cuda-wheels/nvidia/cu*/bin/nvcc))
@@ -207,8 +207,10 @@ test_moe test_moe_emu: %: $(BUILD)/%
 
 # A kernel file alone, as in make build/dev/attention_forward: with nvcc where there is a GPU, else for the emulator
 ifneq ($(and $(NVCC),$(GPUS)),)
-dev_build = $(NVCC) $(NVCC_FLAGS) $(dev_ranks) $< -o $@ $(call link_lib,$(call find_lib,cublas,)) $(GPU_LIBS)
+dev_build = $(NVCC) $(NVCC_FLAGS) $(dev_ranks) $< -o $@ $(dev_cudnn) $(call link_lib,$(call find_lib,cublas,)) $(GPU_LIBS)
 $(BUILD)/dev/nccl_all_reduce: dev_ranks = $(NVCC_RANKS) $(call link_lib,$(NCCL))
+$(BUILD)/dev/attention_forward $(BUILD)/dev/attention_backward: dev_cudnn = $(CUDNN_OBJECT) $(CUDNN_LIBS)
+$(BUILD)/dev/attention_forward $(BUILD)/dev/attention_backward: $(CUDNN_OBJECT)
 else
 dev_build = dev/emu/emucc $(NCCL_INCLUDE) -I. -o $@ $< $(EMU_LIBS)
 endif

@@ -1,12 +1,12 @@
-// attention.h: what attention_forward.cu and attention_backward.cu share: documents, tiles in shared memory and their
-// products on the tensor cores (all of it as in train_moe.cu), and for the tests: inputs and the CPU reference. gemm is
-// llmc/gemm.h's.
+// attention.h: what attention_forward.cu and attention_backward.cu share: tiles in shared memory and their products on the
+// tensor cores (all of it as in train_moe.cu), and for the tests: inputs and the CPU reference. gemm is llmc/gemm.h's.
 #ifndef DEV_CUDA_ATTENTION_H
 #define DEV_CUDA_ATTENTION_H
 
 #include <string>
 #include <type_traits>
 #include "common.h"
+#include "../../llmc/cudnn_attention.h"
 #include "../../llmc/gemm.h"
 
 typedef struct {
@@ -14,41 +14,6 @@ typedef struct {
     int NH, NKV, HD;
     size_t ld_qk, ld_v, ld_d; // elements from a token's row to the next one's: of q and k, of v, of d_q, d_k and d_v
 } AttentionShape;
-
-// ----------------------------------------------------------------------------
-// documents
-
-// One thread a token. doc_start of a sequence never falls, so where a document ends is found by halving; 12 steps at T
-// 4096, once a microbatch for all layers. Bound by latency.
-__global__ void doc_bounds_kernel1(int* doc_start, int* doc_end, const int* given, int T) {
-    int t = blockIdx.x * blockDim.x + threadIdx.x;
-    if (t >= T) { return; }
-    size_t row = (size_t)blockIdx.y * T;
-    int start = given != NULL ? given[row + t] : 0, end = T;
-    if (given != NULL) {
-        int low = t + 1; // the end is in [low, end]
-        while (low < end) {
-            int middle = low + (end - low) / 2;
-            if (given[row + middle] > start) {
-                end = middle;
-            } else {
-                low = middle + 1;
-            }
-        }
-    }
-    doc_start[row + t] = start;
-    doc_end[row + t] = end;
-}
-
-void doc_bounds(int* doc_start, int* doc_end, const int* given, size_t B, size_t T, cudaStream_t stream) {
-    // doc_start, doc_end (B,T) = first and one past last position of each token's document; given (B,T): the loader's
-    // doc_start, or NULL: a sequence is one document
-    if (B == 0 || T == 0) { return; }
-    if (B > 65535 || T > INT_MAX) { fatal("doc_bounds: B and T must be at most 65535 and 2^31-1, are %zu, %zu", B, T); }
-    doc_bounds_kernel1<<<dim3((unsigned)ceil_div(T, 128), (unsigned)B), 128, 0, stream>>>(doc_start, doc_end, given,
-                                                                                          (int)T);
-    launchCheck("doc_bounds_kernel1");
-}
 
 // ----------------------------------------------------------------------------
 // Tiles in shared memory: rows of D numbers, where D is HD rounded up to 16, 32, 64 or 128 and what lies past HD or
@@ -223,6 +188,18 @@ static const AttentionCase attention_cases[] = {
 static const AttentionCase long_cases[] = { // the second one has the sizes of smol-500m
     {1, 2100, 2, 1, 64, HALVES}, {1, 4096, LONG_HEADS, LONG_HEADS, 64, WHOLE}};
 
+// NVIDIA's library, where a kernel's number is asked for
+#define CUDNN 0
+#ifdef USE_CUDNN
+#define WITH_CUDNN true
+#else
+#define WITH_CUDNN false
+#endif
+// it knows no documents, and short sequences are not what it is for
+inline bool cudnn_runs(const AttentionCase& c) {
+    return WITH_CUDNN && dev_only == 0 && c.documents == WHOLE && c.T >= 200;
+}
+
 // q, k, v and their gradients where the trainer has them: q and k beside each other, v behind the q and k of the packed
 // projection
 inline AttentionShape shape_of(const AttentionCase& c) {
@@ -232,9 +209,8 @@ inline AttentionShape shape_of(const AttentionCase& c) {
 
 inline std::string name_of(int kernel, const AttentionCase& c, const char* what) {
     char name[128];
-    snprintf(name, sizeof(name), "kernel %d, B %zu T %zu heads %d:%d HD %d, %s", kernel, c.B, c.T, c.NH, c.NKV, c.HD,
-             what);
-    return name;
+    snprintf(name, sizeof(name), "B %zu T %zu heads %d:%d HD %d, %s", c.B, c.T, c.NH, c.NKV, c.HD, what);
+    return (kernel == CUDNN ? "cuDNN, " : "kernel " + std::to_string(kernel) + ", ") + name;
 }
 
 inline std::vector<int> make_doc_start(const AttentionCase& c) {
@@ -249,6 +225,17 @@ inline std::vector<int> make_doc_start(const AttentionCase& c) {
         }
     }
     return start;
+}
+
+template <class Launch>
+void bench_attention(const char* op, int kernel, double bytes, double flops, Launch launch) {
+    if (kernel == CUDNN && !WITH_CUDNN) {
+        printf("cuDNN is not in this program: make deps-cudnn, then make build/dev/%s USE_CUDNN=1\n", op);
+    } else if (kernel == CUDNN) {
+        bench_library((std::string(op) + " cuDNN").c_str(), bytes, flops, launch);
+    } else {
+        bench((std::string(op) + " kernel " + std::to_string(kernel)).c_str(), bytes, flops, launch);
+    }
 }
 
 // (B,heads,T,HD), the CPU's layout, from rows of ld numbers a token of which the heads begin at `column`
@@ -272,6 +259,13 @@ inline std::vector<float> head_major(const std::vector<float>& rows, const Atten
 // than one element in 1000 is beyond it and of the four millions of smol-500m's one at 2.1 * 2^-8. So: six of them.
 #define FP32_FACTORS (1.0 / 256)
 #define BF16_FACTORS (6 * 0.42 / 256)
+
+// where documents end, as the loader has it
+inline std::vector<int> make_doc_end(const std::vector<int>& doc_start, size_t T) {
+    std::vector<int> end(doc_start.size());
+    doc_ends(end.data(), doc_start.data(), end.size(), T);
+    return end;
+}
 
 // inputs of a case and what the CPU makes of them
 struct Reference {
