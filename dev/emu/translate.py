@@ -209,10 +209,20 @@ class Translator:
         variable = "<" not in name and re.sub(r".*:", "", name).strip() not in self.kernels
         if variable or re.search(r"->|[.\[]|^\s*\(\s*\*", head):   # evaluated now, not when the kernel runs
             capture, callee = f"[emu_k = ({name})]", "emu_k"
+            if re.fullmatch(r"\w+", label):
+                label = self.behind(label, i)
         line = f'::emu::Launch("{label}", {config}).go({capture}(auto... emu_a) {{ {callee}(emu_a...); }}'
         self.out.append(line + (", " + args if args.strip() else "") + ")")
         self.pos = last + 1
         return self.pos
+
+    def behind(self, variable, i):
+        """The kernel that `auto variable = kernel<...>;` named last before position i, else the variable's own name."""
+        for m in reversed(list(re.finditer(r"\b%s\b(?:\)\s*\([^;{}]*\))?\s*=([^=;{}][^;{}]*);" % variable, self.s[:i]))):
+            kernel = re.sub(r"\s+", "", without_marks(m.group(1))).lstrip("&")
+            if re.sub(r"<.*", "", kernel).split("::")[-1] in self.kernels:
+                return kernel
+        return variable
 
     def kernel(self, i, end):
         """__global__: take the launch bounds out, and let a definition announce itself."""

@@ -11,6 +11,7 @@ template <int PAD> __global__ void transpose(float* out, const float* in, int n)
     for (int j = 0; j < 32; j += 8) out[(y + j) * n + x] = tile[threadIdx.x][threadIdx.y + j];
 }
 __global__ void strided(float* out, const float* in) { out[threadIdx.x] = in[threadIdx.x * 8]; }
+template <int N> __global__ void by_pointer(int* out) { out[threadIdx.x] = N; }
 __global__ void vectors(float4* out, const float4* in) { out[threadIdx.x] = in[threadIdx.x]; }
 
 int main() {
@@ -19,6 +20,12 @@ int main() {
     transpose<1><<<dim3(2, 2), dim3(32, 8)>>>(out, in, 64);
     strided<<<1, 64>>>(out, in);
     vectors<<<1, 64>>>((float4*)out, (const float4*)in);
+    auto chosen = by_pointer<1>;
+    chosen<<<1, 32>>>((int*)out);
+    chosen = by_pointer<2>;
+    chosen<<<1, 32>>>((int*)out);
+    void (*typed)(float4*, const float4*) = &vectors;
+    typed<<<1, 64>>>((float4*)out, (const float4*)in);
     cudaDeviceSynchronize();
     return 0;
 }

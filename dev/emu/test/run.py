@@ -266,6 +266,8 @@ def counters():
     need(re.search(r"strided(.|\n)*global load .*32\.00 sectors, least  4\.00 <--", text), "sectors of a strided load")
     need(re.search(r"vectors(.|\n)*global load +16 bytes.*16\.00 sectors, least 16\.00 \n", text),
             "a float4 is one access")
+    need("by_pointer<1>: 1 launch\n" in text and "by_pointer<2>: 1 launch\n" in text and "vectors: 2 launches" in text,
+            "a kernel launched through a variable has its own name: " + text)
 
 
 def nvcc_compiles_ptx(arch):
