@@ -16,6 +16,8 @@
 #include "llmc/gemm.h"
 #include "llmc/rand.h"
 
+typedef __nv_bfloat16 bf16;
+
 __global__ void touch(char* p) { *p = 0; } // shows whether this program was built for this GPU
 
 static double seconds = 3;
