@@ -163,6 +163,10 @@ if ! step build_trainer 240 bash -c "make_all $jobs ${trainer#./} $test build/ma
     tail -n 20 "$logs/build_trainer.log"
     finish
 fi
+if grep -qE '(✗|-) (NCCL|MPI)' "$logs/build_trainer.log"; then # what `make found-gpu` says; a program of one GPU needs neither
+    kernels=$(printf '%s\n' $kernels | grep -vx nccl_all_reduce)
+    say "- nccl_all_reduce: there is no NCCL or no MPI here"
+fi
 if [ -z "$emulator" ] && [ -z "$gpus" ]; then
     say "✗ stops here: the programs are built, but nvidia-smi finds no GPU to run them on; --emulator goes on without one"
     failed=$((failed + 1))
