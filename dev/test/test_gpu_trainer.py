@@ -7,6 +7,7 @@ import math
 import signal
 import time
 
+from compare_golden import BF16, Table, compare_gradients, l2_relative
 from gpu import *
 
 TINY = [PROGRAM, "--model", "tiny", "--batch-size", 2, "--seq-len", 16, "--lr", "1e-3", "--schedule", "constant", "--warmup-steps", 0]
@@ -217,6 +218,28 @@ def two_hundred_steps_of_text_have_the_losses_of_the_cpu_trainer():
 
 
 @test
+def experts_of_any_number_of_tokens_do_what_the_cpu_does():  # M15, M16, M17, M22
+    # around multiples of the tiles' 8 and 128 rows, none at all, and a group of 128 rows that would span two experts were they not padded
+    counts, T = ([0, 1, 7, 8, 9, 127, 128, 129], [5, 130, 0, 121, 64, 63, 26, 0]), 409
+    config = {**json.loads(read(untrained() + "/config.json")), "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 1}
+    write(folder("config.json"), json.dumps(config))
+    rng = np.random.default_rng(4)
+    experts = {f"router.layers.{l}.topk_index": rng.permutation(np.repeat(np.arange(8, dtype=np.int32), c)).reshape(T, 1)
+               for l, c in enumerate(counts)}
+    batch_file(folder("batch"), 1, T, **experts)
+    def dump(program, name):
+        run([program, "--config", folder("config.json"), "--batch", folder("batch"), "--force-routing", "--dump", folder(name)])
+        return load_file(folder(name))
+    gpu, cpu = at_once(lambda: dump(PROGRAM, "gpu"), lambda: dump(CPU_TRAINER, "cpu"))
+    table = Table()
+    compare_gradients(table, gpu, cpu, BF16, l2_relative)
+    table.add("logits", l2_relative(gpu["logits"], cpu["logits"]), BF16["logits"])
+    idle = [n for n, g in cpu.items() if n.startswith("grad.") and not g.any()]
+    check(len(idle) == 9 + 2 and len(table.rows) == 3, f"{idle}, {table.rows}")  # three idle experts; routers whose one weight is always 1
+    check(not table.failed(), f"{table.failed()}")
+
+
+@test
 def greedy_sampling_takes_what_forward_calls_the_likeliest():
     model, rng = untrained(), np.random.default_rng(5)
     tensors = load_file(model + "/model.safetensors")
@@ -257,6 +280,25 @@ def one_two_and_four_ranks_do_the_same_with_the_same_tokens():  # R1 to R3
         check_close("1", name, tolerance, f"{name} ranks")
         check(column(folder("1.jsonl"), "tokens") == column(folder(name + ".jsonl"), "tokens"), "tokens")
         check(state_of(step_folder(folder("1"), 2)) == state_of(step_folder(folder(name), 2)), "the places in the data differ")
+
+
+@test
+def ranks_that_use_other_experts_are_one_rank_with_all_rows():  # R5
+    # rank 0 uses experts 0 and 1 alone, rank 1 experts 2 and 3. (A trainer takes the batch of the other ranks to be as long as its own: both
+    # ignore half their targets.)
+    rng, T = np.random.default_rng(3), 40
+    tokens, targets = (rng.integers(0, 256, (2, T), dtype=np.int32) for _ in range(2))
+    targets[0, T // 2:] = targets[1, :T // 2] = -100
+    experts = np.array([[[0, 1]] * T, [[2, 3]] * T], np.int32)
+    def file(name, rows):
+        return batch_file(folder(name), len(rows), T, tokens=tokens[rows], targets=targets[rows],
+                          **{f"router.layers.{l}.topk_index": experts[rows].reshape(-1, 2) for l in range(2)})
+    def command(name, rows, out):
+        return [PROGRAM, "--model", "tiny", "--batch", file(name, rows), "--force-routing", "--aux-loss-coef", 0, "--lr", "1e-3", "--schedule",
+                "constant", "--warmup-steps", 0, "--allreduce-dtype", "fp32", "--steps", 2, "--out", folder(out), "--metrics", folder(out + ".jsonl")]
+    run(command("both", [0, 1], "one"))
+    run([*MPIRUN, "-np", 1, *command("first", [0], "two"), ":", "-np", 1, *command("second", [1], "two")], env={"EMU_DEVICES": "2"})
+    check_close("one", "two", 1e-5, "two ranks")
 
 
 @test
@@ -336,11 +378,11 @@ def a_run_that_becomes_infinite_stops_on_all_ranks_at_the_same_step():  # N14
             tensors[f"model.layers.{l}.self_attn.{n}.weight"][:] = 3e38
     save_file(tensors, model + "/model.safetensors")
     plain, special = [ord("a")] * 16, [ord("z")] * 16
-    data = {"bad": shard(folder("data/bad.bin"), [*plain, *special, ord("a")]), "fine": shard(folder("data/fine.bin"), [*plain, *plain, ord("a")])}
-    for count in (1, 2):
+    data = {"bad": shard(folder("data/bad.bin"), [*plain * 3, *special, ord("a")]), "fine": shard(folder("data/fine.bin"), [*plain * 4, ord("a")])}
+    for count in (1, 2):  # four sequences, in two microbatches
         def command(name, steps):
-            return [PROGRAM, "--init", model, "--batch-size", 2 // count, "--seq-len", 16, "--train-data", data[name], "--steps", steps,
-                    "--save-every", 1, "--out", folder(f"{name}{count}")]
+            return [PROGRAM, "--init", model, "--batch-size", 2 // count, "--grad-accum", 2, "--seq-len", 16, "--train-data", data[name],
+                    "--steps", steps, "--save-every", 1, "--out", folder(f"{name}{count}")]
         r = ranks(count, command("bad", 5), code=None)
         check(r.code == 1 and len(said(r)) == 1, f"exit code {r.code}, messages {said(r)}")
         check("step 1" in said(r)[0] and "not finite" in said(r)[0], said(r)[0])
