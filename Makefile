@@ -110,7 +110,7 @@ GPU_GOALS := $(filter train_moe test_moe train_moe_emu test_moe_emu bench found-
 ifneq ($(GPU_GOALS),)
 CUDA := $(patsubst %/bin/,%,$(dir $(realpath $(NVCC))))
 CUDA_HEADERS := $(patsubst %/,%,$(dir $(firstword $(wildcard $(CUDA)/include/cuda_runtime.h $(CUDA)/targets/*/include/cuda_runtime.h \
-    /usr/local/cuda/include/cuda_runtime.h))))
+    /usr/local/cuda/include/cuda_runtime.h /usr/include/cuda_runtime.h))))
 # the first of these files that is there; a library may lie there as libNAME.so.13 only, as in wheels, or as libNAME.a only
 lib_dirs := $(CUDA)/lib64 $(CUDA)/lib $(CUDA)/targets/x86_64-linux/lib /usr/lib/x86_64-linux-gnu /usr/lib64 /usr/local/lib
 find_lib = $(firstword $(wildcard $(foreach dir,$(2) $(lib_dirs),$(dir)/lib$(1).so $(dir)/lib$(1).so.*)))
@@ -207,20 +207,22 @@ test_moe test_moe_emu: %: $(BUILD)/%
 
 # A kernel file alone, as in make build/dev/attention_forward: with nvcc where there is a GPU, else for the emulator
 ifneq ($(and $(NVCC),$(GPUS)),)
+DEV_HEADERS := # nvcc finds its own
 dev_build = $(NVCC) $(NVCC_FLAGS) $(dev_ranks) $< -o $@ $(dev_cudnn) $(call link_lib,$(call find_lib,cublas,)) $(GPU_LIBS)
 $(BUILD)/dev/nccl_all_reduce: dev_ranks = $(NVCC_RANKS) $(call link_lib,$(NCCL))
 $(BUILD)/dev/attention_forward $(BUILD)/dev/attention_backward: dev_cudnn = $(CUDNN_OBJECT) $(CUDNN_LIBS)
 $(BUILD)/dev/attention_forward $(BUILD)/dev/attention_backward: $(CUDNN_OBJECT)
 else
+DEV_HEADERS := $(EMU_HEADERS)
 dev_build = dev/emu/emucc $(NCCL_INCLUDE) -I. -o $@ $< $(EMU_LIBS)
 endif
 DEV_NEEDS := $(wildcard dev/cuda/*.h) train_moe_cpu.c $(HEADERS) $(EMU) $(BUILD)/flags_gpu $(BUILD)/flags_emu
-$(BUILD)/dev/%: dev/cuda/%.cu $(DEV_NEEDS) | $(EMU_HEADERS)
+$(BUILD)/dev/%: dev/cuda/%.cu $(DEV_NEEDS) | $(DEV_HEADERS)
 	@mkdir -p $(BUILD)/dev
 	$(dev_build)
 
 # for dev/bench/gpu_check.sh
-$(BUILD)/peaks: dev/bench/peaks.cu $(DEV_NEEDS) | $(EMU_HEADERS)
+$(BUILD)/peaks: dev/bench/peaks.cu $(DEV_NEEDS) | $(DEV_HEADERS)
 	$(dev_build)
 
 $(BUILD)/make_shard: dev/bench/make_shard.c llmc/check.h llmc/rand.h $(BUILD)/flags

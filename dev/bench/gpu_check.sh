@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # gpu_check.sh: everything that is worth knowing on a GPU for the first time, in one command and under eight minutes: builds
-# for the GPU that is here, tests, checks each kernel, measures, trains 20 steps of smol-500m, and prints one table. It
-# needs nvcc, make, a C compiler and one GPU; no network, no MPI, no Python.
+# for the GPU that is here, tests, checks each kernel, measures, trains 20 steps of smol-500m, and ends with one table. It
+# needs nvcc, make, C and C++ compilers and one GPU; no network, no MPI, no Python.
 #
 #   dev/bench/gpu_check.sh              on a machine with a GPU
 #   dev/bench/gpu_check.sh --carry      beforehand, on a machine that has cJSON: copies it to build/cjson, to be carried
 #                                       along with the repository to a machine that has not
 #   dev/bench/gpu_check.sh --emulator   the same steps with small models in dev/emu: tries this script where there is no GPU
 #
-# Logs are in build/gpu_check, or in $OUT if that is set. MINUTES=8 is the time it may take; what comes too late is left out,
+# Logs, and the table as table.md, are in build/gpu_check, or in $OUT if that is set. MINUTES=8 is the time it may take; what comes too late is left out,
 # and named. KERNELS="rmsnorm router" checks these files of dev/cuda only. Exit code 0: nothing failed, nothing was left out.
 set -u
 cd "$(dirname "$0")/../.."
@@ -16,7 +16,8 @@ logs=${OUT:-build/gpu_check}
 if ! command -v nvidia-smi >/dev/null 2>&1; then nvidia-smi() { return 1; }; fi
 deadline=$((SECONDS + ${MINUTES:-8} * 60))
 emulator="" failed=0 left_out=0
-needs="awk cc cut dirname grep head ls make mkdir nproc sed tail tee timeout uname wc xargs"
+# what the Makefile calls, too; nvcc needs a C++ compiler
+needs="awk cat cc cut dirname g++ grep head ls make mkdir nproc rm sed sleep sort tail tee timeout tr uname uniq wc xargs"
 mkdir -p "$logs" build
 
 if [ "${1:-}" = --carry ]; then
@@ -36,6 +37,7 @@ fi
 [ "${1:-}" = --emulator ] && emulator=yes
 
 say() { printf '%s\n' "$*" | tee -a "$logs/summary.txt"; }
+rm -f "$logs"/*.log "$logs"/*.jsonl "$logs/table.md" # of an earlier run
 : >"$logs/summary.txt"
 
 step() { # step NAME SECONDS COMMAND...: runs it with a time limit, its output in a log; says how it went
@@ -62,7 +64,63 @@ step() { # step NAME SECONDS COMMAND...: runs it with a time limit, its output i
     return 1
 }
 
+# The table, from the logs: one row a measured thing. A rate is compared with the best that this GPU did above when it did one thing
+# (copying, or one large matrix product); "-": not measured, or nothing to compare with.
+table() {
+    local peak_copy peak_gemm
+    peak_copy=$(peak copy) peak_gemm=$(peak gemm)
+    {
+        echo "what|ms|rate|unit|% peak|% step"
+        sed -n 's/^peak \(.*\): \([0-9.]*\) \([GT].*\)$/\1|\2|\3/p' "$logs/peaks.log" 2>/dev/null |
+            awk -F'|' -v gemm="$peak_gemm" '{ best = $3 == "GB/s" ? $2 : gemm
+                printf "peak: %s|-|%.1f|%s|%s|-\n", $1, $2, $3, (best > 0 ? sprintf("%.1f", 100 * $2 / best) : "-") }'
+        training "$logs/metrics.jsonl" training 1
+        sed -n '/^profile/,/^  step /s/^  \([a-z_]*\)  *\([0-9.][0-9.]*\)  *\([0-9.]*\)%.*/phase: \1|\2|-|-|-|\3/p' "$logs/train.log" 2>/dev/null |
+            grep -v '^phase: step|'
+        training "$logs/metrics_all.jsonl" "training on $cards cards" "$cards"
+        for k in $kernels; do sed -n '/^bench /p; /^library /p' "$logs/$k.log" 2>/dev/null; done | awk '{
+            what = $0; sub(": [0-9.]+ ms.*", "", what); sub("^bench ", "", what)
+            rest = $0; sub(".*: ", "", rest); ms = rest; sub(" ms.*", "", ms)
+            n = split(rest, part, ", "); rate = unit = share = "-"
+            for (i = 2; i <= n; i++) { # of two rates the one that is nearer to its peak
+                split(part[i], word, " ")
+                s = word[3] == "=" ? word[4] : "-"
+                if (rate == "-" || s + 0 > share + 0) { rate = word[1]; unit = word[2]; share = s }
+            }
+            gsub("[|]", "/", what)
+            print what "|" ms "|" rate "|" unit "|" share "|-" }'
+    } | awk -F'|' '{
+            if (NR == 2) { print "| -------------------------------------------- | --------: | --------: | ------- | -----: | -----: |" }
+            printf "| %-44s | %9s | %9s | %-7s | %6s | %6s |\n", substr($1, 1, 44), $2, $3, $4, $5, $6 }' >"$logs/table.md"
+}
+peak() { sed -n "s/^peak $1: \([0-9.]*\).*/\1/p" "$logs/peaks.log" 2>/dev/null; }
+training() { # training METRICS NAME CARDS: rows of a run of smol-500m, 1.582 GFLOP a token at T = 4096
+    [ -s "$1" ] || return 0
+    awk -v name="$2" -v what="B = $B, $accum microbatches, T = $T" -v cards="$3" -v peak="$peak_gemm" -v flops="$([ -z "$emulator" ] && echo 1.582e9)" '
+        function number(name,   rest) {
+            rest = $0
+            if (!sub(".*\"" name "\":", "", rest)) return 0
+            sub("[,}].*", "", rest)
+            return rest + 0
+        }
+        function percent(x) { return x > 0 ? sprintf("%.1f", 100 * x) : "-" }
+        { n++; if (n <= 2) next # the first steps choose algorithms
+          kept++; rate += number("tokens_per_s"); ms += number("step_ms"); loss = number("loss"); mfu += number("mfu") }
+        END { if (!kept) exit
+              rate /= kept
+              printf "%s: %s|%.1f|%.0f|tok/s|%s|100.0\n", name, what, ms / kept, rate,
+                  (flops > 0 && peak > 0 ? percent(rate * flops / peak / 1e12 / cards) : "-")
+              printf "%s: of the nominal peak|-|%s|%%|-|-\n", name, percent(mfu / kept)
+              printf "%s: 10B tokens|-|%.1f|hours|-|-\n", name, 1e10 / rate / 3600
+              printf "%s: loss at the end|-|%.3f|nats|-|-\n", name, loss }' "$1"
+}
+
 finish() {
+    if [ -s "$logs/peaks.log" ]; then
+        table
+        say ""
+        tee -a "$logs/summary.txt" <"$logs/table.md"
+    fi
     say ""
     if [ "$failed" = 0 ] && [ "$left_out" = 0 ]; then say "gpu_check: all is well ($SECONDS s)"; exit 0; fi
     say "gpu_check: $failed failed, $left_out left out ($SECONDS s)"
@@ -72,7 +130,7 @@ finish() {
 # ----------------------------------------------------------------------------
 say "machine"
 say "  $(uname -sr), $(nproc) cores, $(sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1)"
-nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc build/cuda-wheels/nvidia/cu*/bin/nvcc 2>/dev/null | head -n 1)
+nvcc=$(ls ${CUDA_HOME:+"$CUDA_HOME/bin/nvcc"} 2>/dev/null || command -v nvcc || ls /usr/local/cuda/bin/nvcc build/cuda-wheels/nvidia/cu*/bin/nvcc 2>/dev/null | head -n 1)
 query=name,compute_cap,memory.total,driver_version,power.limit,clocks.max.sm
 gpus=$(nvidia-smi --query-gpu=$query --format=csv,noheader 2>/dev/null)
 say "  nvcc: $([ -n "$nvcc" ] && "$nvcc" --version | sed -n 's/.*release \(.*\)/\1/p' || echo none)"
@@ -105,21 +163,32 @@ if ! step build_trainer 240 bash -c "make_all $jobs ${trainer#./} $test build/ma
     tail -n 20 "$logs/build_trainer.log"
     finish
 fi
+if grep -qE '(✗|-) (NCCL|MPI)' "$logs/build_trainer.log"; then # what `make found-gpu` says; a program of one GPU needs neither
+    kernels=$(printf '%s\n' $kernels | grep -vx nccl_all_reduce)
+    say "- nccl_all_reduce: there is no NCCL or no MPI here"
+fi
 if [ -z "$emulator" ] && [ -z "$gpus" ]; then
     say "✗ stops here: the programs are built, but nvidia-smi finds no GPU to run them on; --emulator goes on without one"
     failed=$((failed + 1))
     finish
 fi
 # the kernels compile in the background, beside the tests; the benchmarks come after them
-(for k in $kernels; do echo "build/dev/$k"; done | xargs make -k -j "$jobs" >"$logs/build_kernels.log" 2>&1) &
+timeout -k 5 $((deadline - SECONDS > 5 ? deadline - SECONDS : 5)) xargs make -k -j "$jobs" ${GPU_ARCH:+GPU_ARCH="$GPU_ARCH"} \
+    >"$logs/build_kernels.log" 2>&1 < <(for k in $kernels; do echo "build/dev/$k"; done) &
 building=$!
+logging=""
+trap 'kill $building $logging 2>/dev/null' EXIT
+# Timing is best with nothing else running, but training must not be left out because compiling takes long.
+compiled() { # compiled SECONDS: waits for the kernels, as long as there is so much time left
+    while kill -0 "$building" 2>/dev/null && [ $((deadline - SECONDS)) -gt "$1" ]; do sleep 1; done
+    ! kill -0 "$building" 2>/dev/null
+}
 
 # clocks, power and temperature twice a second, for as long as this script runs
 if [ -z "$emulator" ]; then
     nvidia-smi --query-gpu=timestamp,clocks.sm,power.draw,temperature.gpu,utilization.gpu -lms 500 \
         --format=csv,noheader,nounits >"$logs/clocks.csv" 2>/dev/null &
     logging=$!
-    trap 'kill "$logging" 2>/dev/null' EXIT
 fi
 clocks() { # clocks FROM: over the lines of clocks.csv after line FROM, where the GPU was busy
     [ -f "$logs/clocks.csv" ] || return 0
@@ -145,65 +214,44 @@ if [ -n "$sanitizer" ] && [ -z "$emulator" ]; then
 else
     say "- compute-sanitizer: not here"
 fi
-wait "$building" || { say "✗ build_kernels: see $logs/build_kernels.log"; failed=$((failed + 1)); }
+compiled 270 || say "- the kernels are still compiling, beside the measurements below"
 
 # ----------------------------------------------------------------------------
 say ""
-say "what this GPU can do when it does one thing (percentages below are of these)"
+say "measurements"
 mark=$(now)
 step peaks 60 build/peaks $([ -n "$emulator" ] && echo 0.1 || echo 3)
-grep '^peak ' "$logs/peaks.log" 2>/dev/null | sed 's/^peak/ /' | tee -a "$logs/summary.txt"
 clocks "$mark" | tee -a "$logs/summary.txt"
 
 # the 20 steps come before the kernels: they are what matters most should the time run out
-say ""
 B=24 steps=20 accum=4
 [ -n "$emulator" ] && B=2 steps=3 accum=2
-say "$steps steps of $model at T = $T"
 if [ -z "$emulator" ]; then # nine tenths of the card are ours, the rest is cuBLAS's and the driver's
     gib=$(nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits | awk 'NR == 1 { printf "%.2f", $1 / 1024 * 0.9 }')
     fits=$($trainer --model $model -t $T --dry-run --memory "$gib" |
         sed -n 's/.*largest batch.*--batch-size \([0-9]*\).*/\1/p')
     [ "${fits:-0}" -lt "$B" ] && B=${fits:-1}
+    [ "$B" -lt 16 ] && accum=2 # a small card is slow, too: 20 steps shall fit into the time
 fi
 mark=$(now)
 step train 150 $trainer --model $model -t $T -b "$B" --grad-accum $accum -n $steps -d "$logs/train_*.bin" --profile \
     --metrics "$logs/metrics.jsonl"
 clocks "$mark" | tee -a "$logs/summary.txt"
-if [ -s "$logs/metrics.jsonl" ]; then
-    say "  B = $B, $accum microbatches a step"
-    awk -v peak="$(sed -n 's/^peak gemm: \([0-9.]*\).*/\1/p' "$logs/peaks.log" 2>/dev/null)" '
-        function number(name,   rest) {
-            rest = $0
-            if (!sub(".*\"" name "\":", "", rest)) return 0
-            sub("[,}].*", "", rest)
-            return rest + 0
-        }
-        { n++; if (n <= 2) next # the first steps choose algorithms
-          kept++; rate += number("tokens_per_s"); ms += number("step_ms"); loss = number("loss")
-          mfu += number("mfu"); share += number("gemm_share") }
-        END { if (!kept) exit
-              rate /= kept
-              printf "  %.0f tok/s, %.1f ms a step; 10B tokens take %.1f h on one card; loss %.3f\n", rate, ms / kept,
-                  1e10 / rate / 3600, loss
-              if (mfu) printf "  %.1f %% of the nominal peak\n", 100 * mfu / kept
-              if (share) printf "  %.1f %% of the GEMM peak the trainer measured\n", 100 * share / kept
-              if (peak > 1) printf "  %.1f %% of the sustained GEMM peak above (1.582 GFLOP a token)\n",
-                  rate * 1.582e9 / peak / 1e10 }' \
-        "$logs/metrics.jsonl" | tee -a "$logs/summary.txt"
-    sed -n '/^profile/,$p' "$logs/train.log" | sed 's/^/  /' | tee -a "$logs/summary.txt"
-fi
 cards=$(printf '%s\n' "$gpus" | grep -c .)
 if [ "$cards" -gt 1 ] && command -v mpirun >/dev/null 2>&1; then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     step train_all_gpus 90 mpirun --bind-to none -n "$cards" $trainer --model $model -t $T -b "$B" --grad-accum $accum -n 8 \
-        -d "$logs/train_*.bin" --profile
-    grep '^step' "$logs/train_all_gpus.log" 2>/dev/null | tail -n 1 | sed 's/^/  /' | tee -a "$logs/summary.txt"
+        -d "$logs/train_*.bin" --profile --metrics "$logs/metrics_all.jsonl"
 fi
 
 # ----------------------------------------------------------------------------
 say ""
-say "kernels: checks, then times at smol-500m's shapes"
+say "kernels: checks, and times at smol-500m's shapes"
+compiled 20
+if ! kill -0 "$building" 2>/dev/null && wait "$building"; then :; else
+    say "✗ build_kernels: see $logs/build_kernels.log"
+    failed=$((failed + 1))
+fi
 for k in $kernels; do
     if [ ! -x "build/dev/$k" ]; then
         say "✗ $k: not built, see $logs/build_kernels.log"
@@ -211,6 +259,5 @@ for k in $kernels; do
         continue
     fi
     step "$k" 60 "build/dev/$k"
-    grep -E '^(bench|library) |^FAIL' "$logs/$k.log" 2>/dev/null | cut -c1-160 | sed 's/^/    /' | tee -a "$logs/summary.txt"
 done
 finish

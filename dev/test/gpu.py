@@ -47,14 +47,15 @@ def addr2line(program, addresses):
 
 
 def call_sites(program, traces):
-    """(function, file:line) of each place in our sources that calls CUDA, cuBLAS or NCCL -> the number of its first call."""
+    """(function, file:line) of each place in our sources that calls CUDA, cuBLAS or NCCL -> its return address, whether it called when
+    CALLS_AFTER's path was there (from an address that did so, if one did)."""
     lines = [line.split() for path in traces for line in read(path).decode().splitlines()]
     addresses = sorted({hex(int(a, 16) - 1) for line in lines for a in line[2:] if int(a, 16) < 1 << 32})  # ours: linked without PIE
     places, sites = addr2line(program, addresses), {}
-    for function, number, *stack in lines:
-        frames = [p for a in stack for p in places.get(int(a, 16) - 1, [])]
-        ours = [os.path.relpath(p.rsplit(":", 1)[0], ROOT) + ":" + p.rsplit(":", 1)[1] for p in frames if p.startswith(ROOT + "/")]
-        ours = [p for p in ours if not p.startswith("dev/emu/") and not p.startswith("build/") and "ptx.cuh" not in p and TRACE not in p]
-        if ours and (function, ours[0]) not in sites:
-            sites[function, ours[0]] = int(number)
+    for function, late, *stack in lines:
+        frames = [(p, a) for a in stack for p in places.get(int(a, 16) - 1, [])]
+        frames = [(os.path.relpath(p.rsplit(":", 1)[0], ROOT) + ":" + p.rsplit(":", 1)[1], a) for p, a in frames if p.startswith(ROOT + "/")]
+        ours = [(p, a) for p, a in frames if not p.startswith(("dev/emu/", "build/")) and "ptx.cuh" not in p and TRACE not in p]
+        if ours and (late == "1" or (function, ours[0][0]) not in sites):
+            sites[function, ours[0][0]] = (ours[0][1], late == "1")
     return sites

@@ -385,6 +385,21 @@ def load_is_measured_without_a_balance_loss_and_where_it_is_there():  # M10, M23
         check(line["dead_experts"][l] == int((counts == 0).sum()), f"experts without a token in layer {l}")
 
 
+@cpu_test
+def a_collapsed_router_shows_in_the_metrics_and_the_balance_loss_prevents_it():  # M19
+    text = write(folder("text/a.txt"), ("<|endoftext|>" + "the cat sat on the mat. ") * 800)
+    text = ["--tokenize", "inline", "--train-data", text]
+    run([PROGRAM, "--model", "tiny", *text, "--steps", 0, "--out", folder("model")])
+    config = json.loads(read(step_folder(folder("model"), 0) + "/config.json"))
+    write(folder("config.json"), json.dumps({**config, "num_experts": 16, "num_local_experts": 16}))
+    def last(coefficient):
+        options = ["--config", folder("config.json"), *text, "--batch-size", 4, "--seq-len", 64, "--lr", "3e-3", "--aux-loss-coef", coefficient]
+        return train(coefficient, *options, steps=100, data=False, base=[PROGRAM])[-1]
+    without, balanced = last("0"), last("0.01")
+    check(max(without["expert_load"]) > 5 and max(without["dead_experts"]) >= 6, f"of 16 experts top-2, without: {without}")
+    check(max(balanced["expert_load"]) < 3 and max(balanced["dead_experts"]) <= 4, f"with: {balanced}")
+
+
 @test
 def router_entropy_is_that_of_the_probabilities():
     golden = os.path.join(GOLDENS, "mixed")

@@ -1,11 +1,14 @@
-// trace_calls.cpp: writes down from where CUDA, cuBLAS and NCCL are called. The emulator asks emu::failing(function) in each of them
-// (EMU_FAIL); linked with -Wl,--wrap=_ZN3emu7failingEPKc this file stands before it. With TRACE_CALLS=FILE each new pair of function
-// and call stack becomes a line of FILE (of FILE.RANK under mpirun): function, how many such calls there were, return addresses.
+// trace_calls.cpp: from where CUDA, cuBLAS and NCCL are called. The emulator asks emu::failing(function) in each of them (EMU_FAIL); linked
+// with -Wl,--wrap=_ZN3emu7failingEPKc this file stands before it.
+//   TRACE_CALLS=FILE    each new pair of function and call stack becomes a line of FILE (of FILE.RANK under mpirun): function, 0 or 1,
+//                       return addresses. Calls made when the path of CALLS_AFTER exists are pairs of their own, marked 1.
+//   FAIL_AT=ADDRESS     EMU_FAIL counts only calls that come from there, and that are made when the path of CALLS_AFTER exists: so that
+//                       EMU_FAIL=cudaMalloc:1 is the first call of one place, whatever other threads and places have called before.
 
 #include <execinfo.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <map>
+#include <unistd.h>
 #include <mutex>
 #include <set>
 #include <string>
@@ -20,25 +23,35 @@ static FILE* trace_file() {
     return file;
 }
 
+static bool late() { // false, too, where CALLS_AFTER names nothing
+    static const char* path = getenv("CALLS_AFTER");
+    return path && access(path, F_OK) == 0;
+}
+
 extern "C" bool __wrap__ZN3emu7failingEPKc(const char* function) {
-    if (FILE* file = trace_file()) {
-        static std::mutex one_at_a_time; // the loader's thread calls, too
-        static auto* calls = new std::map<std::string, long>; // still there when the program ends
-        static auto* seen = new std::set<std::string>;
-        void* stack[24];
-        std::string line = function, place;
-        int depth = backtrace(stack, 24);
-        for (int i = 1; i < depth; i++) {
-            char address[32];
-            snprintf(address, sizeof address, " %p", stack[i]);
-            place += address;
-        }
-        std::lock_guard<std::mutex> lock(one_at_a_time);
-        long number = ++(*calls)[function];
-        if (seen->insert(line + place).second) {
-            fprintf(file, "%s %ld%s\n", function, number, place.c_str());
-            fflush(file);
-        }
+    static const char* fail_at = getenv("FAIL_AT");
+    FILE* file = trace_file();
+    if (!file && !fail_at) { return __real__ZN3emu7failingEPKc(function); }
+    void* stack[24];
+    int depth = backtrace(stack, 24);
+    if (fail_at) {
+        static void* wanted = (void*)strtoull(fail_at, nullptr, 16);
+        bool there = false;
+        for (int i = 1; i < depth; i++) { there |= stack[i] == wanted; }
+        return there && (!getenv("CALLS_AFTER") || late()) && __real__ZN3emu7failingEPKc(function);
+    }
+    std::string line = std::string(function) + (late() ? " 1" : " 0");
+    for (int i = 1; i < depth; i++) {
+        char address[32];
+        snprintf(address, sizeof address, " %p", stack[i]);
+        line += address;
+    }
+    static std::mutex one_at_a_time; // the loader's thread calls, too
+    static auto* seen = new std::set<std::string>; // still there when the program ends
+    std::lock_guard<std::mutex> lock(one_at_a_time);
+    if (seen->insert(line).second) {
+        fprintf(file, "%s\n", line.c_str());
+        fflush(file);
     }
     return __real__ZN3emu7failingEPKc(function);
 }
