@@ -181,7 +181,7 @@ static const AttentionCase attention_cases[] = {
     {1, 40, 2, 1, 32, SINGLE_TOKENS}, {1, 70, 2, 2, 128, SINGLE_TOKENS},
 };
 #ifdef EMU
-#define LONG_HEADS 2 // all 16 would take the emulator half an hour
+#define LONG_HEADS 2 // all 16 would take the emulator more than an hour
 #else
 #define LONG_HEADS 16
 #endif
