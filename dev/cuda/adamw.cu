@@ -2,6 +2,7 @@
 // norm (grad_norm.cu) that is read on the device:
 //     g = grads * min(1, grad_clip / (norm + 1e-6));  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2
 //     p = (1 - lr weight_decay) p - lr (m/correction1) / (sqrt(v/correction2) + eps)
+// All arrays are (count), one number a parameter: params in bf16, the others in fp32; norm is (1).
 // p is the fp32 master copy, params its rounding to bf16. Without master p is the bf16 parameter itself, and rounding
 // is stochastic: an update smaller than half a bf16 step moves the parameter as often as it should instead of never.
 // A norm that is not finite: nothing is written. Reference: cpu::adamw_range of train_moe_cpu.c.
@@ -59,14 +60,16 @@ __device__ inline float round_stochastic(float x, uint64_t random, size_t elemen
 }
 
 // ----------------------------------------------------------------------------
-// kernel 1: a thread owns an element; i counts from the beginning of the range
+// kernel 1: a block owns 256 elements of a range, a thread one. All three are bound by memory.
 
+// 12 bytes an element: m and grads are read, m is written
 __global__ void adamw_m_kernel1(float* m, const float* grads, const float* norm, size_t begin, size_t end, AdamW a) {
     size_t i = begin + (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= end || !isfinite(*norm)) { return; }
     m[i] = a.beta1 * m[i] + (1 - a.beta1) * (grads[i] * clip_scale(*norm, a.grad_clip));
 }
 
+// 12 bytes an element, for grads once more
 __global__ void adamw_v_kernel1(float* v, const float* grads, const float* norm, size_t begin, size_t end, AdamW a) {
     size_t i = begin + (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= end || !isfinite(*norm)) { return; }
@@ -74,6 +77,7 @@ __global__ void adamw_v_kernel1(float* v, const float* grads, const float* norm,
     v[i] = a.beta2 * v[i] + (1 - a.beta2) * g * g;
 }
 
+// 18 bytes an element: m and v once more, master read and written, params written
 __global__ void adamw_params_kernel1(bf16* params, float* master, const float* m, const float* v, const float* norm,
                                      size_t begin, size_t end, int decays, AdamW a) {
     size_t i = begin + (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -229,11 +233,12 @@ struct State {
     }
 };
 
-void steps_match_cpu(int kernel, size_t count, std::vector<ParamRange> ranges, float norm, float grad_clip) {
+void steps_match_cpu(int kernel, size_t count, std::vector<ParamRange> ranges, float norm, float grad_clip,
+                     int steps = 3) {
     State s(count, ranges, norm);
     AdamW a = some_settings();
     a.grad_clip = grad_clip;
-    for (int step = 0; step < 3; step++) {
+    for (int step = 0; step < steps; step++) {
         s.step(kernel, true, a);
         s.step_on_cpu(a);
     }
@@ -312,6 +317,23 @@ void rounding_ignores_the_launch(int kernel) {
     }
 }
 
+// Tensors of smol-500m as they lie in the arena: a whole layer, the last norm and lm_head, its largest tensor. The
+// other layers are the same again, and all of them with the reference beside them would take 20 GB.
+void smol_500m_matches_cpu(int kernel) {
+    const size_t C = 896, heads = 1024, F = 512, E = 16, V = 151936;
+    const struct { size_t numel; int decays; } tensors[] = {
+        {C, 0}, {3 * heads * C, 1}, {64, 0}, {64, 0}, {C * heads, 1},       // input_layernorm, qkv, q_norm, k_norm, o
+        {C, 0}, {E * C, 1}, {E * 2 * F * C, 1}, {E * C * F, 1},             // the norm after it, router, experts
+        {C, 0}, {V * C, 1}};                                                // the last norm, lm_head
+    std::vector<ParamRange> ranges;
+    size_t count = 0;
+    for (auto t : tensors) {
+        ranges.push_back({count, count + t.numel, t.decays});
+        count += t.numel;
+    }
+    steps_match_cpu(kernel, count, ranges, 2, 1, 1);
+}
+
 void check_all(int kernel) {
     steps_match_cpu(kernel, 8, {{0, 8, 1}}, 0.5f, 1);
     steps_match_cpu(kernel, 8000, {{0, 8000, 0}}, 3, 1);
@@ -322,6 +344,7 @@ void check_all(int kernel) {
     padding_stays_zero(kernel);
     rounding_is_unbiased(kernel);
     rounding_ignores_the_launch(kernel);
+    if (dev_long()) { smol_500m_matches_cpu(kernel); }
 }
 
 void bench_all(int kernel) {

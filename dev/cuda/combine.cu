@@ -20,6 +20,8 @@ const int NUM_KERNELS = 2;
 // ----------------------------------------------------------------------------
 // first rungs
 
+// A thread owns an element of out, a block 256. Bound by instructions: for 2 bytes of each of K rows it divides to find
+// its token, and fetches K weights and K places.
 __global__ void combine_forward_kernel1(bf16* out, const bf16* expert_out, const float* router_weights,
                                         const int* slot_row, size_t N, int K, size_t C) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -32,7 +34,8 @@ __global__ void combine_forward_kernel1(bf16* out, const bf16* expert_out, const
     out[i] = __float2bfloat16(sum);
 }
 
-// A thread owns a row: the 32 lanes of a warp read 32 rows at once, 2 bytes of each.
+// A thread owns a row: the 32 lanes of a warp read 32 rows at once, 2 bytes of each. Bound by the sectors that
+// this wastes.
 __global__ void combine_backward_kernel1(bf16* d_expert_out, float* d_router_weight_rows, const bf16* d_out,
                                          const bf16* expert_out, const float* router_weights, const int* row_slot,
                                          size_t R, int K, size_t C) {

@@ -3,6 +3,10 @@
 //   nvcc -std=c++17 -O3 -arch=native -I. -o build/dev/embedding dev/cuda/embedding.cu -lcjson -lcublasLt
 //   dev/emu/emucc -I. -o build/dev/embedding dev/cuda/embedding.cu -lcjson          (no GPU: the emulator)
 //
+// forward:  out (N,C)[n,:] = embed_tokens (V,C)[tokens (N)[n],:]
+// backward: d_embed_tokens (V,C)[tokens[n],:] += d_out (N,C)[n,:], in fp32, but for tokens that are pad_token
+// Reference: cpu::embedding_forward, embedding_backward. Both only move bytes.
+//
 //   1  a thread an element
 //   2  16 bytes a thread forward, a warp a row backward: whole sectors, and a token's number is read once a row
 //   3  forward a warp a row, so that nobody divides; backward a warp for every 128 columns, which looks ahead: at the
@@ -19,14 +23,15 @@ enum { NUM_KERNELS = 3 };
 // ----------------------------------------------------------------------------
 // kernel 1
 
-// A thread owns an element of out.
+// A thread owns an element of out, a block 256. Bound by instructions: a division of 64 bits for each 2 bytes moved.
 __global__ void embedding_forward_kernel1(bf16* out, const int* tokens, const bf16* embed_tokens, size_t N, int C) {
     size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     if (i >= N * C) { return; }
     out[i] = embed_tokens[tokens[i / C] * (size_t)C + i % C];
 }
 
-// A thread owns a column of a sorted position. If a run begins there, it walks the run and sums the column.
+// A thread owns a column of a sorted position. If a run begins there, it walks the run and sums the column. Bound by
+// latency: the longest run is walked one row after the other.
 __global__ void embedding_backward_kernel1(float* d_embed_tokens, const bf16* d_out, const int* tokens,
                                            const int* token_order, size_t N, int C, int pad_token) {
     size_t thread = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -56,7 +61,7 @@ void embedding_backward1(float* d_embed_tokens, const bf16* d_out, const int* to
 // ----------------------------------------------------------------------------
 // kernel 2
 
-// A thread owns 16 bytes of out.
+// A thread owns 16 bytes of out, a block 256 times that. Bound by memory, if it were not for the division.
 __global__ void embedding_forward_kernel2(bf16* out, const int* tokens, const bf16* embed_tokens, size_t N, int C) {
     size_t i = (blockIdx.x * (size_t)blockDim.x + threadIdx.x) * 8;
     if (i >= N * C) { return; }
@@ -64,7 +69,8 @@ __global__ void embedding_forward_kernel2(bf16* out, const int* tokens, const bf
 }
 
 // A warp owns a sorted position. If a run begins there, it walks the run once for every 128 columns, 4 a lane: 16 bytes
-// of the float sums and 8 of each bf16 row, so that the lanes of a warp lie side by side in both.
+// of the float sums and 8 of each bf16 row, so that the lanes of a warp lie side by side in both. Bound by
+// latency, as before: of the longest run.
 __global__ void embedding_backward_kernel2(float* d_embed_tokens, const bf16* d_out, const int* tokens,
                                            const int* token_order, size_t N, int C, int pad_token) {
     size_t i = blockIdx.x * (size_t)(blockDim.x / 32) + threadIdx.x / 32;

@@ -1,8 +1,9 @@
-// grad_norm.cu: the L2 norm of all gradients, norm = sqrt(sum of grads[i]^2), on the device: AdamW reads it there, and
-// no launch waits for the host. Squares and sums are double, as in the reference, cpu::grad_norm_forward of
-// train_moe_cpu.c: a NaN or an infinity among the gradients becomes one in the norm, and nothing else does.
+// grad_norm.cu: the L2 norm of all gradients, norm (1) = sqrt(sum of grads[i]^2), grads (count), on the device: AdamW
+// reads it there, and no launch waits for the host. Squares and sums are double, as in the reference,
+// cpu::grad_norm_forward of train_moe_cpu.c: a NaN or an infinity among the gradients becomes one in the norm, and
+// nothing else does.
 //
-//     nvcc -O3 -std=c++17 -I. -o build/dev/grad_norm dev/cuda/grad_norm.cu -lcjson -lcublasLt
+//     nvcc -O3 -std=c++17 -I. -o build/dev/grad_norm dev/cuda/grad_norm.cu -lcjson -lcublasLt -lcublas
 //
 // kernel 1: one block for everything: one order of additions for nothing, but one SM of a hundred works.
 // kernel 2: many blocks with a partial sum each, and a block that adds those; the order still depends on the count of
@@ -10,11 +11,15 @@
 //
 // winner: 2
 #include "common.h"
+#ifndef EMU
+#include <cublas_v2.h>
+#endif
 
 // ----------------------------------------------------------------------------
 // kernel 1
 
-// A block owns all, a thread every 1024th number; then the halves of the block are added to each other.
+// A block owns all, a thread every 1024th number; then the halves of the block are added to each other. Bound by what
+// one SM can have in flight.
 __global__ void __launch_bounds__(1024) grad_norm_kernel1(float* norm, const float* grads, size_t count) {
     __shared__ double partial[1024];
     double sum = 0;
@@ -111,16 +116,19 @@ void nan_and_inf_reach_the_norm(int kernel) {
     }
 }
 
+const size_t SMOL_500M = 580753408; // gradients of smol-500m
+
 void check_all(int kernel) {
     for (size_t count : {0, 4, 8, 2048, 2052, 10000}) { grad_norm_matches_cpu(kernel, count, 1); }
     grad_norm_matches_cpu(kernel, 3 * 512 * 4 * 1024 / 2, 1); // more pieces than blocks
     grad_norm_matches_cpu(kernel, 1000, 1e30f);               // squares beyond fp32
     grad_norm_matches_cpu(kernel, 1000, 1e-30f);
     nan_and_inf_reach_the_norm(kernel);
+    if (dev_long()) { grad_norm_matches_cpu(kernel, SMOL_500M, 0.01f); }
 }
 
 void bench_all(int kernel) {
-    const size_t count = 580753408; // smol-500m
+    const size_t count = SMOL_500M;
     std::vector<float> block = random_floats((size_t)1 << 20, 1, 2);
     Device<float> grads(count), norm(1);
     Device<double> partials(grad_norm_doubles(count));
@@ -131,6 +139,15 @@ void bench_all(int kernel) {
     char name[64];
     snprintf(name, sizeof(name), "grad_norm %d count=%zu", kernel, count);
     bench(name, (double)count * sizeof(float), 0, [&] { run(kernel, norm, partials, grads, count); });
+#ifndef EMU
+    if (kernel != 2) { return; }
+    cublasHandle_t handle;
+    cublasCheck(cublasCreate(&handle));
+    cublasCheck(cublasSetPointerMode(handle, CUBLAS_POINTER_MODE_DEVICE));
+    bench_library("cublasSnrm2, sums in fp32", (double)count * sizeof(float), 0,
+                  [&] { cublasCheck(cublasSnrm2(handle, (int)count, grads, 1, norm)); });
+    cublasCheck(cublasDestroy(handle));
+#endif
 }
 
 int main(int argc, char** argv) {

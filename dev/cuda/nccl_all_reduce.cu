@@ -2,6 +2,8 @@
 //
 //   out[i] = (1/R) sum over ranks r of grads_r[i]          grads (count) fp32, the same result on all R ranks
 //
+// train_moe_cpu.c is one process and so has no reference for it: the checks know what all ranks have, and average that
+// in float64.
 // In fp32 that is one call of NCCL. Two bytes of four are saved on the wire if gradients travel as bf16: a kernel
 // converts them into a staging buffer, NCCL averages that, and the kernel converts it back. NCCL adds in rings or trees
 // and rounds to bf16 at every hop, so R ranks cost up to R roundings. The kernel only moves bytes, 6 a number: a bucket
@@ -22,12 +24,14 @@
 // ----------------------------------------------------------------------------
 // kernels
 
+// A thread owns a number, a block 256. Bound by memory, in requests of 64 and 128 bytes a warp.
 template <class Out, class Inp> __global__ void all_reduce_convert_kernel1(Out* out, const Inp* inp, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) { out[i] = (Out)(float)inp[i]; }
 }
 
-// n is a multiple of 8 and the arrays are 16-byte aligned
+// A thread owns 4 neighbours, a block 1024; n is a multiple of 8 and the arrays are 16-byte aligned. Bound by memory, 6
+// bytes a number.
 template <class Out, class Inp> __global__ void all_reduce_convert_kernel2(Out* out, const Inp* inp, size_t n) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (i >= n) { return; } // n is a multiple of 8
@@ -78,29 +82,32 @@ static std::vector<float> average(size_t n, uint64_t seed) {
     return result;
 }
 
-// Three buckets through one staging buffer, without a wait of the host between them, as in the trainer.
-static void check_average(int kernel, size_t n, bool as_bf16) {
-    const int buckets = 3;
+// Buckets through one staging buffer, without a wait of the host between them, as in the trainer.
+static void check_average(int kernel, const std::vector<size_t>& buckets, bool as_bf16) {
     std::vector<float> mine, want;
-    for (int b = 0; b < buckets; b++) {
-        uint64_t seed = 100 * (uint64_t)b;
+    for (size_t n : buckets) {
+        uint64_t seed = mine.size() + 100;
         std::vector<float> x = random_floats(n, 1, seed + (uint64_t)rank), y = average(n, seed);
         mine.insert(mine.end(), x.begin(), x.end());
         want.insert(want.end(), y.begin(), y.end());
     }
     Device<float> grads(mine);
-    Device<bf16> staging(n);
+    Device<bf16> staging(*std::max_element(buckets.begin(), buckets.end()));
     cudaStream_t stream;
     cudaEvent_t ready;
     cudaCheck(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     cudaCheck(cudaEventCreateWithFlags(&ready, cudaEventDisableTiming));
     cudaCheck(cudaEventRecord(ready, 0)); // the copy of `mine` was on the default stream
     cudaCheck(cudaStreamWaitEvent(stream, ready, 0));
-    for (int b = 0; b < buckets; b++) { all_reduce(kernel, grads + (size_t)b * n, staging, n, as_bf16, stream); }
+    size_t begin = 0;
+    for (size_t n : buckets) {
+        all_reduce(kernel, grads + begin, staging, n, as_bf16, stream);
+        begin += n;
+    }
     cudaCheck(cudaStreamSynchronize(stream));
     std::vector<float> got = grads.get();
     char what[100];
-    snprintf(what, sizeof(what), "rank %d of %d: average of %zu numbers in %s, kernel %d", rank, num_ranks, n,
+    snprintf(what, sizeof(what), "rank %d of %d: average of %zu numbers in %s, kernel %d", rank, num_ranks, want.size(),
              as_bf16 ? "bf16" : "fp32", kernel);
     if (!as_bf16) { check_f32(what, got, want, 1e-6); } // a rounding of 2^-24 a rank
     else {
@@ -152,17 +159,26 @@ static void check_pack(int kernel, size_t n) {
     check_result(nan_stays && untouched, what, "a NaN was lost, or something written behind the end");
 }
 
+// numbers in a layer of smol-500m: two norms of 896 and two of 64, qkv and o, router, experts
+static const size_t SMOL_500M_LAYER =
+    2 * 896 + 2 * 64 + (size_t)(3 + 1) * 1024 * 896 + 16 * 896 + (size_t)16 * 3 * 512 * 896;
+
 static void check_all(int kernel) {
     for (size_t n : {(size_t)8, (size_t)24, (size_t)2048, (size_t)2056, (size_t)5000}) {
         check_pack(kernel, n);
-        for (int as_bf16 = 0; as_bf16 < 2; as_bf16++) { check_average(kernel, n, as_bf16 != 0); }
+        for (int as_bf16 = 0; as_bf16 < 2; as_bf16++) { check_average(kernel, {n, n, n}, as_bf16 != 0); }
+    }
+    if (dev_long()) { // of smol-500m, in the trainer's order: the last norm with lm_head, and a layer
+        const std::vector<size_t> buckets = {896 + 896 * 151936, SMOL_500M_LAYER};
+        for (int as_bf16 = 0; as_bf16 < 2; as_bf16++) { check_average(kernel, buckets, as_bf16 != 0); }
+        check_pack(kernel, SMOL_500M_LAYER);
     }
     if (kernel == 1) { check_pack(kernel, 2049); } // kernel 2 wants multiples of 8
 }
 
-// one layer's bucket of smol-500m, 25.6M numbers
+// one layer's bucket of smol-500m, 25.7M numbers
 static void bench_all(int kernel) {
-    const size_t n = 25600000;
+    const size_t n = SMOL_500M_LAYER;
     Device<float> grads(random_floats(n, 1, 1));
     Device<bf16> staging(n);
     char name[80];

@@ -3,6 +3,14 @@
 //   nvcc -std=c++17 -O3 -arch=native -I. -o build/dev/qk_norm_rope dev/cuda/qk_norm_rope.cu -lcjson -lcublasLt
 //   dev/emu/emucc -I. -o build/dev/qk_norm_rope dev/cuda/qk_norm_rope.cu -lcjson    (no GPU: the emulator)
 //
+// qkv (N,(NH+2*NKV)*HD) holds a token's heads of q, of k, of v; x is one of q or k, w its weight q_norm or k_norm (HD):
+// forward:  rstd (N,NH+NKV) = 1 / sqrt(mean of x^2 + eps);  y (HD) = x * rstd * w;  rope (T,HD) has the cosines c of a
+//           position, then its sines s:
+//           qk (N,(NH+NKV)*HD): y[i] c[i] - y[i+HD/2] s[i]  and  y[i+HD/2] c[i] + y[i] s[i], i < HD/2
+// backward: d_qkv (N,(NH+2*NKV)*HD): the gradients of qk become, in place, those of qkv; d_q_norm, d_k_norm (HD) +=
+// All bf16 but rstd, rope and the weights' gradients, which are fp32. Reference: cpu::qk_norm_rope_forward,
+// qk_norm_rope_backward.
+//
 //   1  a thread a head; the weights' gradients a thread an element
 //   2  a warp a head, a lane pairs (i, i + HD/2) of it; the weights' gradients in NORM_BLOCKS parts that are added up
 //   3  8-byte pieces: HD/8 lanes a head, each with 4 elements of the first half and their partners of the second, so
@@ -19,7 +27,7 @@ enum { NUM_KERNELS = 3 };
 // ----------------------------------------------------------------------------
 // kernel 1
 
-// A thread owns a head of a token.
+// A thread owns a head of a token, a block 128 heads. Bound by sectors: a warp reads 32 heads at once, 2 bytes of each.
 __global__ void qk_norm_rope_forward_kernel1(bf16* qk, float* rstd, const bf16* qkv, const bf16* q_norm,
                                              const bf16* k_norm, const float* rope, size_t N, size_t T, int NH,
                                              int NKV, int HD, float eps) {
@@ -41,7 +49,8 @@ __global__ void qk_norm_rope_forward_kernel1(bf16* qk, float* rstd, const bf16* 
     rstd[thread] = s;
 }
 
-// A thread owns an element of both weights and looks at all heads. It runs before the gradients of qk are replaced.
+// One block owns everything, a thread an element of both weights, and looks at all heads. Bound by latency: the rest of
+// the GPU has nothing to do. It runs before the gradients of qk are replaced.
 __global__ void qk_norm_rope_backward_weight_kernel1(float* d_q_norm, float* d_k_norm, const bf16* d_qkv,
                                                      const bf16* qkv, const float* rstd, const float* rope, size_t N,
                                                      size_t T, int NH, int NKV, int HD) {
@@ -61,7 +70,7 @@ __global__ void qk_norm_rope_backward_weight_kernel1(float* d_q_norm, float* d_k
     d_k_norm[i] += d_k;
 }
 
-// A thread owns a head of a token.
+// A thread owns a head of a token, a block 128 heads; bound by sectors as forward.
 __global__ void qk_norm_rope_backward_kernel1(bf16* d_qkv, const bf16* qkv, const float* rstd, const bf16* q_norm,
                                               const bf16* k_norm, const float* rope, size_t N, size_t T, int NH,
                                               int NKV, int HD) {
@@ -109,6 +118,8 @@ void qk_norm_rope_backward1(bf16* d_qkv, float* d_q_norm, float* d_k_norm, const
 // ----------------------------------------------------------------------------
 // kernel 2: a warp a head
 
+// A warp owns a head of a token, a lane every 32nd pair of it; a block has 8 heads. Bound by memory, 64 bytes a
+// request: at HD = 64 a lane has one pair, so most of its instructions are addresses and sums over the warp.
 __global__ void qk_norm_rope_forward_kernel2(bf16* qk, float* rstd, const bf16* qkv, const bf16* q_norm,
                                              const bf16* k_norm, const float* rope, size_t N, size_t T, int NH,
                                              int NKV, int HD, float eps) {
@@ -131,7 +142,7 @@ __global__ void qk_norm_rope_forward_kernel2(bf16* qk, float* rstd, const bf16* 
     if (lane == 0) { rstd[head] = s; }
 }
 
-// A block owns a range of tokens, a thread an element of both weights.
+// A block owns a range of tokens, a thread an element of both weights. Bound by latency: HD threads, a head at a time.
 __global__ void qk_norm_rope_backward_weight_kernel2(float* partials, const bf16* d_qkv, const bf16* qkv,
                                                      const float* rstd, const float* rope, size_t N, size_t T, int NH,
                                                      int NKV, int HD) {
@@ -152,6 +163,7 @@ __global__ void qk_norm_rope_backward_weight_kernel2(float* partials, const bf16
     partials[blockIdx.x * 2 * HD + HD + i] = d_k;
 }
 
+// A warp owns a head of a token, a lane every 32nd pair of it; bound as forward.
 __global__ void qk_norm_rope_backward_kernel2(bf16* d_qkv, const bf16* qkv, const float* rstd, const bf16* q_norm,
                                               const bf16* k_norm, const float* rope, size_t N, size_t T, int NH,
                                               int NKV, int HD) {

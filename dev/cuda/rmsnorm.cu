@@ -3,6 +3,12 @@
 //   nvcc -std=c++17 -O3 -arch=native -I. -o build/dev/rmsnorm dev/cuda/rmsnorm.cu -lcjson -lcublasLt
 //   dev/emu/emucc -I. -o build/dev/rmsnorm dev/cuda/rmsnorm.cu -lcjson              (no GPU: the emulator)
 //
+// forward:  residual (N,C) = inp (N,C) + branch (N,C), or inp itself where there is no branch;
+//           rstd (N) = 1 / sqrt(mean of residual[n,:]^2 + eps);  out (N,C) = residual * rstd * weight (C)
+// backward: with g (N,C) = d_out * weight: d_residual (N,C) = or += rstd * (g - residual * rstd^2 * mean(g * residual))
+//           d_weight (C) += sum over n of d_out * residual * rstd
+// All bf16 but rstd and d_weight, which are fp32. Reference: cpu::rmsnorm_forward, rmsnorm_backward.
+//
 //   1  a thread a row; the weight's gradient a thread a column
 //   2  a warp a row, so that lanes read neighbours; the weight's gradient in NORM_BLOCKS parts that are added up
 //   3  16 bytes a lane
@@ -20,6 +26,8 @@ enum { NUM_KERNELS = 4 };
 // ----------------------------------------------------------------------------
 // kernel 1
 
+// A thread owns a row, a block 128 of them: the loops of the CPU. Bound by latency and sectors: 32 lanes read 32 rows
+// at once, 2 bytes of each 32-byte sector, and walk all C columns twice.
 __global__ void rmsnorm_forward_kernel1(bf16* residual, bf16* out, float* rstd, const bf16* inp, const bf16* branch,
                                         const bf16* weight, size_t N, int C, int hidden_size, float eps) {
     size_t n = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -40,6 +48,7 @@ __global__ void rmsnorm_forward_kernel1(bf16* residual, bf16* out, float* rstd, 
     rstd[n] = s;
 }
 
+// A thread owns a row of d_residual, a block 128 of them; bound as above.
 __global__ void rmsnorm_backward_kernel1(bf16* d_residual, const bf16* d_out, const bf16* residual, const bf16* weight,
                                          const float* rstd, size_t N, int C, int hidden_size, bool accumulate) {
     size_t n = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -57,6 +66,8 @@ __global__ void rmsnorm_backward_kernel1(bf16* d_residual, const bf16* d_out, co
     }
 }
 
+// A thread owns a column and adds up all N rows; a warp's lanes read neighbours. Bound by latency: at C = 896 there are
+// 7 blocks of 128 for the whole GPU.
 __global__ void rmsnorm_backward_weight_kernel1(float* d_weight, const bf16* d_out, const bf16* residual,
                                                 const float* rstd, size_t N, int C) {
     int c = blockIdx.x * blockDim.x + threadIdx.x;
@@ -86,6 +97,8 @@ void rmsnorm_backward1(bf16* d_residual, float* d_weight, const bf16* d_out, con
 // ----------------------------------------------------------------------------
 // kernel 2: a warp a row
 
+// A warp owns a row, a lane every 32nd column; a block has 8 rows. Bound by memory: 64 bytes a request, and the second
+// pass over the row comes from the cache.
 __global__ void rmsnorm_forward_kernel2(bf16* residual, bf16* out, float* rstd, const bf16* inp, const bf16* branch,
                                         const bf16* weight, size_t N, int C, int hidden_size, float eps) {
     size_t n = blockIdx.x * (size_t)(blockDim.x / 32) + threadIdx.x / 32;
@@ -108,6 +121,7 @@ __global__ void rmsnorm_forward_kernel2(bf16* residual, bf16* out, float* rstd, 
     if (lane == 0) { rstd[n] = s; }
 }
 
+// A warp owns a row of d_residual, a lane every 32nd column; bound as above.
 __global__ void rmsnorm_backward_kernel2(bf16* d_residual, const bf16* d_out, const bf16* residual, const bf16* weight,
                                          const float* rstd, size_t N, int C, int hidden_size, bool accumulate) {
     size_t n = blockIdx.x * (size_t)(blockDim.x / 32) + threadIdx.x / 32;
@@ -126,7 +140,7 @@ __global__ void rmsnorm_backward_kernel2(bf16* d_residual, const bf16* d_out, co
     }
 }
 
-// A block owns a range of rows, a thread a column of them.
+// A block owns a range of rows, a thread every 512th column of them. Bound by memory: both arrays are read again.
 __global__ void rmsnorm_backward_weight_kernel2(float* partials, const bf16* d_out, const bf16* residual,
                                                 const float* rstd, size_t N, int C) {
     size_t begin = N * blockIdx.x / gridDim.x, end = N * (blockIdx.x + 1) / gridDim.x;
@@ -159,6 +173,8 @@ void rmsnorm_backward2(bf16* d_residual, float* d_weight, const bf16* d_out, con
 // ----------------------------------------------------------------------------
 // kernel 3: 16 bytes a lane
 
+// A warp owns a row, a lane 8 neighbours of every 256 columns; a block has 8 rows. Bound by memory, now in requests of
+// 512 bytes a warp.
 __global__ void rmsnorm_forward_kernel3(bf16* residual, bf16* out, float* rstd, const bf16* inp, const bf16* branch,
                                         const bf16* weight, size_t N, int C, int hidden_size, float eps) {
     size_t n = blockIdx.x * (size_t)(blockDim.x / 32) + threadIdx.x / 32;
@@ -188,6 +204,7 @@ __global__ void rmsnorm_forward_kernel3(bf16* residual, bf16* out, float* rstd, 
     if (lane == 0) { rstd[n] = s; }
 }
 
+// A warp owns a row of d_residual, a lane 8 neighbours of every 256 columns; bound as above.
 __global__ void rmsnorm_backward_kernel3(bf16* d_residual, const bf16* d_out, const bf16* residual, const bf16* weight,
                                          const float* rstd, size_t N, int C, int hidden_size, bool accumulate) {
     size_t n = blockIdx.x * (size_t)(blockDim.x / 32) + threadIdx.x / 32;
@@ -213,7 +230,7 @@ __global__ void rmsnorm_backward_kernel3(bf16* d_residual, const bf16* d_out, co
     }
 }
 
-// A thread owns 8 columns of a block's range of rows.
+// A block owns a range of rows, a thread 8 columns of it. Bound by memory: both arrays are read again.
 __global__ void rmsnorm_backward_weight_kernel3(float* partials, const bf16* d_out, const bf16* residual,
                                                 const float* rstd, size_t N, int C) {
     size_t begin = N * blockIdx.x / gridDim.x, end = N * (blockIdx.x + 1) / gridDim.x;

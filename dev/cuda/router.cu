@@ -35,7 +35,7 @@ __global__ void router_logits_kernel1(float* router_logits, const bf16* inp, con
     router_logits[i] = sum;
 }
 
-// A thread owns a token.
+// A thread owns a token, a block 128. Bound by sectors: lanes are E floats apart.
 __global__ void router_softmax_kernel1(float* router_probs, float* router_lse, const float* router_logits, size_t N,
                                        int E) {
     size_t n = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -49,7 +49,8 @@ __global__ void router_softmax_kernel1(float* router_probs, float* router_lse, c
     router_lse[n] = maximum + logf(sum);
 }
 
-// A thread owns a token: the loops of cpu::topk_forward.
+// A thread owns a token, a block 128: the loops of cpu::topk_forward. Bound by latency: K times E loads, one after the
+// other.
 __global__ void router_topk_kernel1(int* router_indices, float* router_weights, const float* router_probs,
                                     const int* forced, size_t N, int E, int K, bool norm_topk_prob) {
     size_t n = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -734,6 +735,7 @@ void check_all(int kernel) {
     check_backward(kernel);
     if (!dev_long()) { return; }
     forward_matches_cpu(kernel, 8 * 4096, 896, 16, 2, true, false);
+    backward_matches_cpu(8 * 4096, 16, 2, 8, true, 0.001f, 0.001f);
     stats_match_cpu(8 * 4096, 16, 2);
     weight_gradient_matches_cpu(kernel, 8 * 4096, 896, 16);
 }

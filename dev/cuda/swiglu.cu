@@ -1,6 +1,11 @@
 /*
 swiglu.cu: act = silu(gate) * up and its backward (Shazeer 2020, "GLU Variants Improve Transformer"), as a dense MLP and
 --experts loop use it. The grouped experts have it in the epilogue of their products (grouped_matmul.cu).
+    gate_up (N,2F) has gate (F) and up (F) of a row side by side; all is bf16, arithmetic in fp32
+    forward:  act (N,F) = gate * sigmoid(gate) * up
+    backward: d_gate_up (N,2F), which may be gate_up itself: of d_act (N,F)
+              d_gate = d_act * up * silu'(gate), d_up = d_act * silu(gate)
+Reference: cpu::swiglu_forward, swiglu_backward.
 
 nvcc -std=c++17 -O3 -arch=native -I. -o build/dev/swiglu dev/cuda/swiglu.cu -lcjson -lcublasLt
 dev/emu/emucc -I. -o build/dev/swiglu dev/cuda/swiglu.cu -lcjson
@@ -24,6 +29,7 @@ __global__ void swiglu_forward_kernel1(bf16* act, const bf16* gate_up, size_t N,
     act[i] = __float2bfloat16(gate * sigmoid(gate) * up);
 }
 
+// A block owns 256 neighbouring elements of d_act, a thread one; bound as above.
 __global__ void swiglu_backward_kernel1(bf16* d_gate_up, const bf16* d_act, const bf16* gate_up, size_t N, size_t F) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= N * F) { return; }
