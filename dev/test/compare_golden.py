@@ -25,7 +25,7 @@ BF16 = {"loss": 1e-2, "logits": 3e-2, "gradient": 1.5e-1, "gradients": 5e-2, "no
 # Ten steps in bf16 beside ten in fp32, both with the experts they are told, in L2 relative to the fp32 run's: (a tensor alone, all
 # together); "update" is what the ten steps changed of the weights. About twice the worst of what was seen on the seven folders, of
 # train_moe (emulated) and of train_moe_cpu --precision bf16: loss 0.0057, norm 0.0072, update 0.135 (a q_norm of `mixed`, whose gradient
-# is almost nothing) and 0.017, m 0.066 and 0.015, v 0.102 and 0.017. Rounding to bf16 is 2^-9 = 0.002 a number; an update is nearly the
+# is almost nothing) and 0.017, m 0.066 and 0.015, v 0.102 and 0.017. Rounding to bf16 costs 0.002 of a number; an update is nearly the
 # sign of the gradient, so that of an element close to 0 may be anything.
 TEN_STEPS = {"loss": 1e-2, "norm": 1.5e-2, "update": (2.5e-1, 3.5e-2), "m": (1.3e-1, 3e-2), "v": (2e-1, 3.5e-2)}
 
