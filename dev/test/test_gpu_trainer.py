@@ -620,8 +620,7 @@ def harmless(function, site):
 def runs_of_one_rank():
     """name -> command, and how many ranks. Those that save do so after each step."""
     data, saving = ["--train-data", stories(), "--doc-mask"], ["--steps", 2, "--save-every", 1]
-    look = ["--val-data", stories(), "--val-steps", 1, "--sample-every", 1]
-    return {"default": ([*TINY, *data, *saving, *look], 1),
+    return {"default": ([*TINY, *data, *saving], 1),
             "plain": ([*TINY, *data, *saving, "--attention", "naive", "--experts", "loop", "--optimizer", "simple"], 1),
             "recompute": ([*TINY, *data, *saving, "--recompute", "moe", "--master", 0, "--pinned", 0], 1),
             "mixed": (golden("mixed", "--force-routing", *saving), 1),
