@@ -3714,8 +3714,11 @@ void trainer_upload_wait(Trainer* t) {
 }
 
 void trainer_batch_file(Trainer* t) {
-    // --batch: always the same tokens, so they are brought to the device once
-    const BatchFile* file = &t->run.batch;
+    // --batch: always the same tokens, so they are brought to the device once. Where ranks have files of their own,
+    // counted becomes the mean over the ranks.
+    BatchFile* file = &t->run.batch;
+    multi_gpu_sum(&t->gpus, &file->counted, 1);
+    file->counted /= t->gpus.num_ranks;
     const MoEConfig* c = &t->run.config;
     size_t N = t->model.B * t->model.T;
     int* host = (int*)callocCheck(5 * N, sizeof(int));

@@ -143,7 +143,8 @@ static inline void multi_gpu_broadcast(MultiGpu* g, void* data, size_t bytes) {
     multi_gpu_receive(g, &request, 0, 60 * g->timeout);
 }
 
-// sums[0..n) (host memory) = their sum over all ranks. The order of the terms is MPI's: all but one of them must be 0.
+// sums[0..n) (host memory) = their sum over all ranks. The order of the terms is MPI's: all but one of them
+// must be 0, or all of them integers.
 static inline void multi_gpu_sum(MultiGpu* g, double* sums, size_t n) {
     if (g->num_ranks == 1) { return; }
     multi_gpu_barrier(g); // MPI's own collective would wait for a stopped rank without a word

@@ -199,9 +199,9 @@ void bench_all(int kernel) {
         rows(R * C);
     Device<float> weights(random_floats(R, 1, 3)), d_weight_rows(R);
     Device<int> row_slot(slots.row_slot), slot_row(slots.slot_row);
-    bench("combine_backward", 2.0 * (2 * R + N) * C + 12.0 * R, 0,
+    bench("combine_backward", kernel, 2.0 * (2 * R + N) * C + 12.0 * R, 0,
           [&] { run_backward(kernel, rows, d_weight_rows, d_out, expert_out, weights, row_slot, R, K, C); });
-    bench("combine_forward", 2.0 * (R + N) * C + 8.0 * R, 0,
+    bench("combine_forward", kernel, 2.0 * (R + N) * C + 8.0 * R, 0,
           [&] { run_forward(kernel, d_out, expert_out, weights, slot_row, N, K, C); });
 }
 

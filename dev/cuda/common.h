@@ -76,6 +76,7 @@ namespace cpu {
 // the same seed.
 inline std::vector<float> random_floats(size_t n, float scale, uint64_t seed) {
     std::vector<float> x(n);
+    #pragma omp parallel for
     for (size_t i = 0; i < n; i++) {
         uint64_t state = hash64(seed * 0x9E3779B97F4A7C15u + i);
         x[i] = bf16_to_f32(f32_to_bf16((2 * rng_uniform(&state) - 1) * scale));
@@ -108,11 +109,13 @@ template <class T> struct Device {
 
 inline std::vector<bf16> to_bf16(const std::vector<float>& x) {
     std::vector<bf16> y(x.size());
+    #pragma omp parallel for
     for (size_t i = 0; i < x.size(); i++) { y[i] = __float2bfloat16(x[i]); }
     return y;
 }
 inline std::vector<float> to_float(const std::vector<bf16>& x) {
     std::vector<float> y(x.size());
+    #pragma omp parallel for
     for (size_t i = 0; i < x.size(); i++) { y[i] = __bfloat162float(x[i]); }
     return y;
 }
@@ -134,7 +137,8 @@ template <class T> void hash_results(const std::vector<T>& x) {
 
 inline double rms(const std::vector<float>& x) {
     double sum = 0;
-    for (float value : x) { sum += (double)value * value; }
+    #pragma omp parallel for reduction(+ : sum)
+    for (size_t i = 0; i < x.size(); i++) { sum += (double)x[i] * x[i]; }
     return sqrt(sum / std::max<size_t>(x.size(), 1));
 }
 
@@ -151,29 +155,48 @@ inline bool same_length(const char* what, size_t got, size_t want) {
     return false;
 }
 
+// the step from a bf16 to the next at the size of x: 2^-7 of the power of 2 below it
+inline double bf16_ulp(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof(bits));
+    bits &= 0x7f800000u;
+    memcpy(&x, &bits, sizeof(bits));
+    return (double)x / 128;
+}
+
+// Each element within tolerance_of(i) of what it should be; the first that is not is reported.
+template <class Tolerance>
+void check_within(const char* what, const std::vector<float>& got, const std::vector<float>& want,
+                  Tolerance tolerance_of) {
+    hash_results(got);
+    if (!same_length(what, got.size(), want.size())) { return; }
+    size_t bad = want.size();
+    #pragma omp parallel for reduction(min : bad)
+    for (size_t i = 0; i < want.size(); i++) {
+        if (!(fabs((double)got[i] - want[i]) <= tolerance_of(i) + 1e-30)) { bad = std::min(bad, i); }
+    }
+    char detail[256] = "";
+    if (bad < want.size()) {
+        snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g (tolerance %.3g)", bad, want.size(),
+                 got[bad], want[bad], tolerance_of(bad));
+    }
+    check_result(bad == want.size(), what, detail);
+}
+
 // Each element within `ulps` bf16 steps of its own size plus `slack` times its own spread, the root of the sum of the
 // squares of its terms: for a sum of K products that is sqrt(K) times their rms.
 inline void check_bf16(const char* what, const std::vector<float>& got, const std::vector<float>& want,
                        const std::vector<double>& spread, double ulps = 1, double slack = 1.0 / 256) {
-    hash_results(got);
-    if (!same_length(what, got.size(), want.size()) || !same_length(what, spread.size(), want.size())) { return; }
-    char detail[256];
-    for (size_t i = 0; i < want.size(); i++) {
-        double tolerance = ulps * fabs(want[i]) / 128 + slack * spread[i] + 1e-30;
-        if (!(fabs((double)got[i] - want[i]) <= tolerance)) {
-            snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g (tolerance %.3g)", i, want.size(),
-                     got[i], want[i], tolerance);
-            return check_result(false, what, detail);
-        }
-    }
-    check_result(true, what, "");
+    if (!same_length(what, spread.size(), want.size())) { return; }
+    check_within(what, got, want, [&](size_t i) { return ulps * bf16_ulp(want[i]) + slack * spread[i]; });
 }
 // The same where the rms of the reference is the spread of all elements. For a sum of K products of bf16 numbers in
 // fp32 the defaults hold: rounding the result costs half a step, and the rms of the result is sqrt(K) times that of a
 // product.
 inline void check_bf16(const char* what, const std::vector<float>& got, const std::vector<float>& want, double ulps = 1,
                        double slack = 1.0 / 256) {
-    check_bf16(what, got, want, std::vector<double>(want.size(), rms(want)), ulps, slack);
+    double typical = rms(want);
+    check_within(what, got, want, [&](size_t i) { return ulps * bf16_ulp(want[i]) + slack * typical; });
 }
 inline void check_bf16(const char* what, const std::vector<bf16>& got, const std::vector<float>& want, double ulps = 1,
                        double slack = 1.0 / 256) {
@@ -183,19 +206,8 @@ inline void check_bf16(const char* what, const std::vector<bf16>& got, const std
 // fp32 results: within `relative` of the rms of the reference and of the element's own size
 inline void check_f32(const char* what, const std::vector<float>& got, const std::vector<float>& want,
                       double relative = 1e-5) {
-    hash_results(got);
-    if (!same_length(what, got.size(), want.size())) { return; }
     double typical = rms(want);
-    char detail[256];
-    for (size_t i = 0; i < want.size(); i++) {
-        double tolerance = relative * (fabs(want[i]) + typical) + 1e-30;
-        if (!(fabs((double)got[i] - want[i]) <= tolerance)) {
-            snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g (tolerance %.3g)", i, want.size(),
-                     got[i], want[i], tolerance);
-            return check_result(false, what, detail);
-        }
-    }
-    check_result(true, what, "");
+    check_within(what, got, want, [&](size_t i) { return relative * (fabs(want[i]) + typical); });
 }
 
 // integers, and bits that must not differ
@@ -326,6 +338,12 @@ template <class Launch> void bench_line(const char* kind, const char* name, doub
     fflush(stdout);
 }
 template <class Launch> void bench(const char* name, double bytes, double flops, Launch launch) {
+    bench_line("bench", name, bytes, flops, launch);
+}
+// the same for an operation with several kernels: "route_rows kernel 2"
+template <class Launch> void bench(const char* op, int kernel, double bytes, double flops, Launch launch) {
+    char name[96];
+    snprintf(name, sizeof(name), "%s kernel %d", op, kernel);
     bench_line("bench", name, bytes, flops, launch);
 }
 // the same work by NVIDIA's library, to be seen beside it

@@ -502,7 +502,7 @@ void bench_all(int kernel) {
     const size_t R = N * K;
     Device<int> indices(random_choice(N, E, K, RANDOM)), chunk_counts(route_chunk_ints(R, E));
     DeviceRouting r(N, E, K);
-    bench("route_rows", 4.0 * R * 4, 0, [&] { run_route_rows(kernel, r, chunk_counts, indices, N, E, K); });
+    bench("route_rows", kernel, 4.0 * R * 4, 0, [&] { run_route_rows(kernel, r, chunk_counts, indices, N, E, K); });
     if (kernel == 3) { // permute has two kernels
         bench_cub_sort(indices, N, E, K);
         return;
@@ -510,9 +510,9 @@ void bench_all(int kernel) {
     Device<bf16> inp(to_bf16(random_floats(N * C, 2, 1))), rows(to_bf16(random_floats(R * C, 2, 2))),
         router(to_bf16(random_floats(E * C, 1, 3)));
     Device<float> d_logits(random_floats(N * E, 1, 4));
-    bench("permute_forward", 2.0 * (N + R) * C + 4.0 * R, 0,
+    bench("permute_forward", kernel, 2.0 * (N + R) * C + 4.0 * R, 0,
           [&] { run_permute_forward(kernel, rows, inp, r.row_token, R, C); });
-    bench("permute_backward", 2.0 * (N + R) * C + 4.0 * R + 4.0 * N * E, 2.0 * N * C * E,
+    bench("permute_backward", kernel, 2.0 * (N + R) * C + 4.0 * R + 4.0 * N * E, 2.0 * N * C * E,
           [&] { run_permute_backward(kernel, inp, rows, r.slot_row, d_logits, router, N, K, C, E); });
 }
 

@@ -465,6 +465,7 @@ void check_all(int kernel) {
     check_backward(kernel, "many heads", 1, 5, 40, 8, 40);
     check_backward(kernel, "smol-500m's heads", 2, 9, 16, 16, 64);
     check_backward(kernel, "large heads", 1, 3, 5, 2, 128);
+    check_backward(kernel, "eight heads share one", 1, 38, 8, 1, 64);
     if (dev_long()) {
         check_forward(kernel, "smol-500m", 8, 4096, 16, 16, 64);
         check_backward(kernel, "smol-500m", 8, 4096, 16, 16, 64);

@@ -747,7 +747,7 @@ void bench_all(int kernel) {
     Device<bf16> inp(to_bf16(random_floats(N * C, 2, 1))), router(to_bf16(random_floats(E * C, 0.2f, 2)));
     Forward out(N, E, K);
     double flops = 2.0 * N * C * E, bytes = 2.0 * N * C + 4.0 * N * (E + 2 * K + 1);
-    bench("router_forward", bytes, flops, [&] {
+    bench("router_forward", kernel, bytes, flops, [&] {
         run_forward(kernel, NULL, out.probs, out.lse, out.indices, out.weights, NULL, inp, router, N, C, E, K, true);
     });
     Device<float> d_logits(N * E), partials(l.partials), share(l.expert_share),
@@ -755,7 +755,7 @@ void bench_all(int kernel) {
     Device<int> slot_row(l.slot_row), targets(l.targets);
     Device<double> prob_sum(std::vector<double>(E, 0.0)), entropy(std::vector<double>(E, 0.0));
     Device<double> z_sum(std::vector<double>(1, 0.0));
-    bench("router_backward_weight", 2.0 * N * C + 4.0 * N * E, flops,
+    bench("router_backward_weight", kernel, 2.0 * N * C + 4.0 * N * E, flops,
           [&] { run_backward_weight(kernel, d_router, d_logits, inp, weight_partials, N, C, E); });
     if (kernel != 1) { return; } // the rest has one version
     bench("router_backward", 4.0 * N * (2 * E + K * (P + 3) + 2), 0, [&] {

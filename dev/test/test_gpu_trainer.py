@@ -283,12 +283,11 @@ def one_two_and_four_ranks_do_the_same_with_the_same_tokens():  # R1 to R3
 
 
 @test
-def ranks_that_use_other_experts_are_one_rank_with_all_rows():  # R5
-    # rank 0 uses experts 0 and 1 alone, rank 1 experts 2 and 3. (A trainer takes the batch of the other ranks to be as long as its own: both
-    # ignore half their targets.)
+def ranks_that_use_other_experts_are_one_rank_with_all_rows():  # R5, R6, N6
+    # rank 0 uses experts 0 and 1 alone, rank 1 experts 2 and 3; and rank 1 ignores most of its targets, rank 0 few (R6, N6)
     rng, T = np.random.default_rng(3), 40
     tokens, targets = (rng.integers(0, 256, (2, T), dtype=np.int32) for _ in range(2))
-    targets[0, T // 2:] = targets[1, :T // 2] = -100
+    targets[0, T // 5 * 4:] = targets[1, T // 10:] = -100
     experts = np.array([[[0, 1]] * T, [[2, 3]] * T], np.int32)
     def file(name, rows):
         return batch_file(folder(name), len(rows), T, tokens=tokens[rows], targets=targets[rows],
