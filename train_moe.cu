@@ -1746,8 +1746,7 @@ __global__ void __launch_bounds__(1024) route_scan_kernel3(Routing r, int* chunk
 }
 
 // A block owns the chunk that it owned in route_count_kernel3, each warp an eighth of it, in the order of the slots: so
-// the sort is stable. chunk_counts (E, chunks) as the scan left it. Bound by latency: 32 slots at a
-// time.
+// the sort is stable. chunk_counts (E, chunks) as the scan left it. Bound by latency: 32 slots at a time.
 __global__ void __launch_bounds__(32 * ROUTE_WARPS)
 route_place_kernel3(Routing r, const int* chunk_counts, const int* router_indices, int slots, int E, int K) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];

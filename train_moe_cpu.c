@@ -198,7 +198,7 @@ void arena_touch(void* arena, size_t bytes) {
     // in the first step. The threads take turns, so that each tensor lies on all nodes of the machine.
 #ifdef MADV_POPULATE_WRITE
     const size_t page = (size_t)sysconf(_SC_PAGESIZE), chunk = 1024 * page;
-    char* begin = (char*)arena + (page - (uintptr_t)arena % page) % page; // what stands before it, and the last piece, is left
+    char* begin = (char*)arena + (page - (uintptr_t)arena % page) % page; // the ends are left to their use
     size_t chunks = bytes > page ? (bytes - page) / chunk : 0;
     #pragma omp parallel for schedule(static, 1)
     for (size_t i = 0; i < chunks; i++) { madvise(begin + i * chunk, chunk, MADV_POPULATE_WRITE); } // may fail

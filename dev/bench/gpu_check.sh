@@ -8,8 +8,9 @@
 #                                       along with the repository to a machine that has not
 #   dev/bench/gpu_check.sh --emulator   the same steps with small models in dev/emu: tries this script where there is no GPU
 #
-# Logs, and the table as table.md, are in build/gpu_check, or in $OUT if that is set. MINUTES=8 is the time it may take; what comes too late is left out,
-# and named. KERNELS="rmsnorm router" checks these files of dev/cuda only. Exit code 0: nothing failed, nothing was left out.
+# Logs, and the table as table.md, are in build/gpu_check, or in $OUT if that is set. MINUTES=8 is the time it may take; what comes
+# too late is left out, and named. KERNELS="rmsnorm router" checks these files of dev/cuda only. Exit code 0: nothing failed,
+# nothing was left out.
 set -u
 cd "$(dirname "$0")/../.."
 logs=${OUT:-build/gpu_check}

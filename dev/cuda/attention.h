@@ -234,7 +234,7 @@ void bench_attention(const char* op, int kernel, double bytes, double flops, Lau
     } else if (kernel == CUDNN) {
         bench_library((std::string(op) + " cuDNN").c_str(), bytes, flops, launch);
     } else {
-        bench((std::string(op) + " kernel " + std::to_string(kernel)).c_str(), bytes, flops, launch);
+        bench(op, kernel, bytes, flops, launch);
     }
 }
 

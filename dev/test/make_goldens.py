@@ -3,9 +3,9 @@
 Nothing here is moe.c's own arithmetic: it makes random weights, runs their model, and keeps the numbers.
 
     pip install torch transformers safetensors numpy
-    python3 dev/test/make_goldens.py --out /tmp/goldens                  all of the table below
-    python3 dev/test/make_goldens.py --out /tmp/goldens --only odd,docs --seed 7
-    python3 dev/test/make_goldens.py --out /tmp/goldens --configs mine.json   {"name": {a row like those below}}
+    python3 dev/test/make_goldens.py --out build/goldens                  all of the table below
+    python3 dev/test/make_goldens.py --out build/goldens --only odd,docs --seed 7
+    python3 dev/test/make_goldens.py --out build/goldens --configs mine.json   {"name": {a row like those below}}
     python3 dev/test/make_goldens.py --check dev/test/goldens/*          recompute committed folders from their weights
     python3 dev/test/make_goldens.py --formats dev/test/goldens/formats  the same weights in each storage form
 """

@@ -1,6 +1,7 @@
 """NVIDIA's compiler takes train_moe.cu, each lesson of dev/cuda and dev/bench/peaks.cu for each architecture without a word, and the
 hot kernels keep to registers. No GPU needed: nvcc is that of the toolkit, or of the wheels that `make test-deps` brings. Of each
-kernel: registers, spills, shared memory. The lessons and peaks.cu take three minutes of one core. `test_nvcc.py NAME` runs the tests whose name contains NAME."""
+kernel: registers, spills, shared memory. The lessons and peaks.cu take three minutes of one core. `test_nvcc.py NAME` runs the tests
+whose name contains NAME."""
 
 import glob
 import re
