@@ -3907,14 +3907,17 @@ size_t largest_bucket(const ParamTable* places, int L) {
 
 enum { MEMORY_ROWS = 9 };
 
+size_t run_batch_size(const Run* run) { return run->opt.generate ? 1 : (size_t)run->opt.batch_size; }
+
 void memory_plan(MemoryRow (&rows)[MEMORY_ROWS], const Run* run, size_t B) {
-    // what training with these options takes on one GPU, by families: what model_create allocates
+    // what this run takes on one GPU, by families: what model_create allocates
     Switches s = trainer_switches(&run->opt);
     MoEConfig padded = config_padded(&run->config);
     ParamTable places;
     Acts acts;
     Arena mem = {NULL, 0};
     size_t T = (size_t)run->opt.seq_len;
+    bool training = run->needs_gradients;
     param_table_build(&places, &padded);
     memset(&acts, 0, sizeof(acts));
     acts.layers = (LayerActs*)callocCheck(padded.num_hidden_layers, sizeof(LayerActs));
@@ -3922,16 +3925,16 @@ void memory_plan(MemoryRow (&rows)[MEMORY_ROWS], const Run* run, size_t B) {
     size_t activations = mem.used;
     logits_layout(&acts, &mem, &padded, B, T);
     size_t logits = mem.used - activations;
-    backward_layout(&acts, &mem, &padded, &s, B, T);
-    size_t count = places.num_parameters, other = model_other_bytes(&padded, &places, B, T, true);
-    if (run->num_ranks > 1 && strcmp(run->opt.allreduce_dtype, "bf16") == 0) { // gradients on their way
+    if (training) { backward_layout(&acts, &mem, &padded, &s, B, T); }
+    size_t count = places.num_parameters, fp32 = training ? count * sizeof(float) : 0;
+    size_t other = model_other_bytes(&padded, &places, B, T, training);
+    if (run->trains && run->num_ranks > 1 && strcmp(run->opt.allreduce_dtype, "bf16") == 0) { // gradients on their way
         other += largest_bucket(&places, padded.num_hidden_layers) * sizeof(bf16);
     }
     const MemoryRow plan[MEMORY_ROWS] = {
-        {"weights", count * sizeof(bf16)}, {"master weights", s.master ? count * sizeof(float) : 0},
-        {"gradients", count * sizeof(float)}, {"AdamW moments", 2 * count * sizeof(float)},
-        {"activations", activations}, {"logits", logits}, {"backward buffers", mem.used - activations - logits},
-        {"other", other}, {NULL, 0}};
+        {"weights", count * sizeof(bf16)}, {"master weights", s.master ? fp32 : 0}, {"gradients", fp32},
+        {"AdamW moments", 2 * fp32}, {"activations", activations}, {"logits", logits},
+        {"backward buffers", mem.used - activations - logits}, {"other", other}, {NULL, 0}};
     memcpy(rows, plan, sizeof(plan));
     free(acts.layers);
     param_table_free(&places);
@@ -3946,9 +3949,8 @@ size_t planned_bytes(const Run* run, size_t B) {
 
 void print_memory_plan(const Run* run, FILE* file) {
     MemoryRow rows[MEMORY_ROWS];
-    memory_plan(rows, run, (size_t)run->opt.batch_size);
-    fprintf(file, "memory       B = %lld, T = %lld, one GPU, MiB\n", (long long)run->opt.batch_size,
-            (long long)run->opt.seq_len);
+    memory_plan(rows, run, run_batch_size(run));
+    fprintf(file, "memory       B = %zu, T = %lld, one GPU, MiB\n", run_batch_size(run), (long long)run->opt.seq_len);
     memory_rows_print(file, rows);
 }
 
@@ -3963,9 +3965,7 @@ void dry_run(const Run* run) {
 
 const Run* planned_run; // whose plan is printed where memory runs out
 
-void print_plan_out_of_memory(void) {
-    if (planned_run && planned_run->trains) { print_memory_plan(planned_run, stderr); }
-}
+void print_plan_out_of_memory(void) { print_memory_plan(planned_run, stderr); }
 
 void dump_routing(void* ctx, int layer, float* logits, int* indices, float* weights) {
     const Model* model = (const Model*)ctx;
@@ -4111,8 +4111,8 @@ void trainer_open(Trainer* t) {
     param_table_free(&places);
     multi_gpu_connect(&t->gpus, all_reduce_bucket, bucket, run->trains && strcmp(opt->allreduce_dtype, "bf16") == 0);
     t->gemm_peak = run->trains && !device_is_emulated(&t->gpus.properties) ? gemm_peak() : NAN;
-    model_create(&t->model, &run->config, trainer_switches(opt), opt->generate ? 1 : (size_t)opt->batch_size,
-                 (size_t)opt->seq_len, run->trains || opt->dump);
+    model_create(&t->model, &run->config, trainer_switches(opt), run_batch_size(run), (size_t)opt->seq_len,
+                 run->needs_gradients);
     if (run->samples) { decoder_create(&t->decoder, &t->model); }
     t->batch = (int*)device_alloc(5 * t->model.B * t->model.T * sizeof(int));
     cudaCheck(cudaEventCreateWithFlags(&t->batch_copied, cudaEventDisableTiming));

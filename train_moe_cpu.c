@@ -2304,9 +2304,9 @@ int main(int argc, char** argv) {
         free(t);
         return 0;
     }
-    if (run->trains || opt->dump) { require_memory(run); }
+    if (run->needs_gradients) { require_memory(run); }
     model_create(&t->model, &run->config, trainer_switches(opt), (size_t)opt->batch_size, (size_t)opt->seq_len,
-                 run->trains || opt->dump);
+                 run->needs_gradients);
     if (run->samples) { decoder_create(&t->decoder, &t->model); }
     trainer_load(t);
     if (run->trains) {

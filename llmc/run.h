@@ -21,7 +21,7 @@ typedef struct {
     ParamTable table;
     Tokenizer tokenizer;
     char* tokenizer_path;     // the tokenizer.json that was found, or NULL
-    bool has_tokenizer, has_train, has_val, has_batch, has_choices, samples, trains;
+    bool has_tokenizer, has_train, has_val, has_batch, has_choices, samples, trains, needs_gradients;
     int eot;                  // the token that opens a document, -1: unknown
     DataLoader train, val;    // --train-data, --val-data
     uint64_t data_hash, val_hash; // fingerprints of --train-data and --val-data
@@ -245,6 +245,19 @@ static inline void run_open_out(Run* run) {
                            run->opt.program == PROGRAM_GPU && run->opt.master);
 }
 
+// What the options ask for.
+static inline void run_find_purpose(Run* run) {
+    const Options* opt = &run->opt;
+    bool evaluates = opt->eval || opt->eval_choices != NULL;
+    run->trains = !evaluates && !opt->generate && opt->dump == NULL;
+    run->needs_gradients = run->trains || opt->dump != NULL;
+    run->samples = opt->generate > 0 || (run->trains && opt->sample_every > 0);
+    run->has_batch = opt->batch != NULL && !evaluates && !opt->generate;
+    run->has_train = opt->train_data != NULL && !run->has_batch && !evaluates && !opt->generate;
+    run->has_val = opt->val_data != NULL && !opt->generate && opt->dump == NULL && opt->eval_choices == NULL;
+    run->has_choices = opt->eval_choices != NULL;
+}
+
 // The first half: options, which checkpoint, the model's sizes and parameters. Touches neither data nor output; --dry-run
 // needs no more.
 static inline void run_open_model(Run* run, int argc, char** argv, int program, int num_ranks) {
@@ -253,6 +266,7 @@ static inline void run_open_model(Run* run, int argc, char** argv, int program, 
     run->out_lock = -1;
     run->num_ranks = num_ranks;
     options_parse(opt, argc, argv, program);
+    run_find_purpose(run);
     if (opt->resume != NULL) { run_find_checkpoint(run); }
     run_read_config(run, num_ranks);
     param_table_build(&run->table, &run->config);
@@ -261,13 +275,6 @@ static inline void run_open_model(Run* run, int argc, char** argv, int program, 
 // The second half: tokenizer, data, prompt, --out. Prints what it found.
 static inline void run_open_files(Run* run, int rank, int num_ranks) {
     Options* opt = &run->opt;
-    bool evaluates = opt->eval || opt->eval_choices != NULL;
-    run->trains = !evaluates && !opt->generate && opt->dump == NULL;
-    run->samples = opt->generate > 0 || (run->trains && opt->sample_every > 0);
-    run->has_batch = opt->batch != NULL && !evaluates && !opt->generate;
-    run->has_train = opt->train_data != NULL && !run->has_batch && !evaluates && !opt->generate;
-    run->has_val = opt->val_data != NULL && !opt->generate && opt->dump == NULL && opt->eval_choices == NULL;
-    run->has_choices = opt->eval_choices != NULL;
     run_find_tokenizer(run);
     if (run->has_batch) { batch_file_read(&run->batch, opt->batch, &run->config, opt->doc_mask, opt->force_routing); }
     if (run->has_train) {

@@ -486,10 +486,15 @@ def ctrl_c_ends_all_ranks_after_the_same_step():
 # memory and devices
 
 
+def families_of(text):
+    """MiB a family, of a memory plan."""
+    return {line.rsplit(None, 1)[0].strip(): float(line.split()[-1]) for line in text.splitlines() if line.startswith("  ")}
+
+
 def plan(*options):
     """What --dry-run prints: its text, and MiB a family."""
     text = run([PROGRAM, *options, "--dry-run"]).out
-    return text, {line.rsplit(None, 1)[0].strip(): float(line.split()[-1]) for line in text.splitlines() if line.startswith("  ")}
+    return text, families_of(text)
 
 
 @test
@@ -530,6 +535,15 @@ def out_of_memory_prints_the_plan_and_the_plan_is_right():  # U2
     for part in ("weights", "activations", "total", "out of memory", "--batch-size"):
         check(part in r.err, f"{part!r} is not in {r.err}")
     check(len(said(r)) == 1, r.err)
+    for mode in (["--eval", "--val-data", stories(), *sizes], ["--generate", 4, "--seq-len", 64],
+                 ["--dump", folder("d.safetensors"), "--train-data", stories(), *sizes]):
+        r = run([PROGRAM, "--model", "tiny", *mode], env={"EMU_MEM": "0.0001"}, code=1)
+        rows = families_of(r.err)  # of this mode alone: without gradients, if it needs none
+        check(len(said(r)) == 1 and "out of memory" in r.err, r.err)
+        for family in ("gradients", "AdamW moments", "backward buffers"):
+            check((rows[family] > 0) == (mode[0] == "--dump"), f"{family}: {r.err}")
+        for more, code in ((0.15, 0), (-0.15, 1)):
+            run([PROGRAM, "--model", "tiny", *mode], env={"EMU_MEM": f"{(rows['total'] + more) / 1024:.9f}"}, code=code)
 
 
 @emu_test
