@@ -3905,11 +3905,9 @@ size_t largest_bucket(const ParamTable* places, int L) {
     return largest;
 }
 
-enum { MEMORY_ROWS = 9 };
-
 size_t run_batch_size(const Run* run) { return run->opt.generate ? 1 : (size_t)run->opt.batch_size; }
 
-void memory_plan(MemoryRow (&rows)[MEMORY_ROWS], const Run* run, size_t B) {
+void memory_plan(MemoryRow* rows, const Run* run, size_t B) {
     // what this run takes on one GPU, by families: what model_create allocates
     Switches s = trainer_switches(&run->opt);
     MoEConfig padded = config_padded(&run->config);
@@ -3931,41 +3929,28 @@ void memory_plan(MemoryRow (&rows)[MEMORY_ROWS], const Run* run, size_t B) {
     if (run->trains && run->num_ranks > 1 && strcmp(run->opt.allreduce_dtype, "bf16") == 0) { // gradients on their way
         other += largest_bucket(&places, padded.num_hidden_layers) * sizeof(bf16);
     }
-    const MemoryRow plan[MEMORY_ROWS] = {
+    const MemoryRow plan[] = {
         {"weights", count * sizeof(bf16)}, {"master weights", s.master ? fp32 : 0}, {"gradients", fp32},
         {"AdamW moments", 2 * fp32}, {"activations", activations}, {"logits", logits},
-        {"backward buffers", mem.used - activations - logits}, {"other", other}, {NULL, 0}};
+        {"backward buffers", mem.used - activations - logits}, {"other", other},
+        {"CUDA, about", (size_t)614 << 20}, {NULL, 0}}; // its context, its libraries' kernels, NCCL's buffers
     memcpy(rows, plan, sizeof(plan));
     free(acts.layers);
     param_table_free(&places);
 }
 
-size_t planned_bytes(const Run* run, size_t B) {
-    if (B > 65535) { return SIZE_MAX; } // check_switches would not let it pass
-    MemoryRow rows[MEMORY_ROWS];
-    memory_plan(rows, run, B);
-    return memory_rows_total(rows) + (size_t)(0.6 * (1 << 30)); // CUDA's context, its libraries' kernels, NCCL
-}
-
-void print_memory_plan(const Run* run, FILE* file) {
-    MemoryRow rows[MEMORY_ROWS];
-    memory_plan(rows, run, run_batch_size(run));
-    fprintf(file, "memory       B = %zu, T = %lld, one GPU, MiB\n", run_batch_size(run), (long long)run->opt.seq_len);
-    memory_rows_print(file, rows);
-}
-
 void dry_run(const Run* run) {
-    // what training with these options would take, without taking it; needs no GPU
+    // what this run would take, without taking it; needs no GPU
     size_t free_bytes, total;
-    dry_run_counts(run);
-    print_memory_plan(run, stdout);
     if (cudaMemGetInfo(&free_bytes, &total) != cudaSuccess) { total = 0; }
-    largest_batches_print(planned_bytes, run, (double)total);
+    dry_run_print(memory_plan, run, "one GPU", (double)total);
 }
 
 const Run* planned_run; // whose plan is printed where memory runs out
 
-void print_plan_out_of_memory(void) { print_memory_plan(planned_run, stderr); }
+void print_plan_out_of_memory(void) {
+    memory_plan_print(stderr, memory_plan, planned_run, run_batch_size(planned_run), "one GPU");
+}
 
 void dump_routing(void* ctx, int layer, float* logits, int* indices, float* weights) {
     const Model* model = (const Model*)ctx;

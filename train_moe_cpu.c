@@ -1390,11 +1390,6 @@ MemoryPlan memory_plan(Acts* acts, const MoEConfig* c, const ParamTable* table, 
     return p;
 }
 
-size_t memory_plan_total(const MemoryPlan* p) {
-    return p->weights + p->gradients + p->moments + p->activations + p->backward + p->logits + p->bf16 + p->sampling +
-           p->other;
-}
-
 void model_create(Model* model, const MoEConfig* config, Switches switches, size_t B, size_t T, bool training) {
     // allocates everything the model will ever need; nothing is allocated in a step
     memset(model, 0, sizeof(*model));
@@ -2094,33 +2089,33 @@ uint64_t resident_bytes(void) {
     return resident * (uint64_t)sysconf(_SC_PAGESIZE);
 }
 
-MemoryPlan run_memory_plan(const Run* run, size_t B) {
+void run_memory_plan(MemoryRow* rows, const Run* run, size_t B) {
+    // what training with these options takes, by families
     Switches s = trainer_switches(&run->opt);
     Acts acts;
     memset(&acts, 0, sizeof(acts));
     acts.layers = (LayerActs*)callocCheck(run->config.num_hidden_layers, sizeof(LayerActs));
-    MemoryPlan plan = memory_plan(&acts, &run->config, &run->table, &s, B, (size_t)run->opt.seq_len, true);
+    MemoryPlan p = memory_plan(&acts, &run->config, &run->table, &s, B, (size_t)run->opt.seq_len, true);
     free(acts.layers);
     if (run->opt.sample_every > 0) {
         Decoder d;
-        plan.sampling = decoder_plan(&d, &run->config, (size_t)run->opt.seq_len) * (s.bf16 ? 3 : 2) / 2;
+        p.sampling = decoder_plan(&d, &run->config, (size_t)run->opt.seq_len) * (s.bf16 ? 3 : 2) / 2;
         decoder_free(&d);
     }
-    return plan;
-}
-
-size_t planned_bytes(const Run* run, size_t B) {
-    MemoryPlan plan = run_memory_plan(run, B);
-    return memory_plan_total(&plan);
+    const MemoryRow plan[] = {{"weights", p.weights},        {"gradients", p.gradients},     {"AdamW moments", p.moments},
+                              {"activations", p.activations}, {"logits", p.logits},          {"backward buffers", p.backward},
+                              {"copies in bf16", p.bf16},    {"sampling", p.sampling},       {"other", p.other},
+                              {NULL, 0}};
+    memcpy(rows, plan, sizeof(plan));
 }
 
 double machine_memory(void) { return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE); }
 
 void require_memory(const Run* run) {
     // the system hands out more memory than it has, and kills who then uses it: better a word before the first step
-    double needed = (double)planned_bytes(run, (size_t)run->opt.batch_size);
+    double needed = (double)planned_bytes(run_memory_plan, run, (size_t)run->opt.batch_size);
     if (needed <= machine_memory()) { return; }
-    size_t B = largest_batch(planned_bytes, run, machine_memory());
+    size_t B = largest_batch(run_memory_plan, run, machine_memory());
     char advice[80] = "not even --batch-size 1 fits, try a smaller --seq-len or model";
     if (B > 0) { snprintf(advice, sizeof(advice), "at most --batch-size %zu fits at this --seq-len", B); }
     fatal("this run needs %.1f GiB of memory, the machine has %.1f: %s (--dry-run prints the plan)", needed / (1 << 30),
@@ -2129,18 +2124,9 @@ void require_memory(const Run* run) {
 
 void dry_run(const Run* run) {
     // what training with these options would take, without taking it
-    const Options* opt = &run->opt;
-    MemoryPlan p = run_memory_plan(run, (size_t)opt->batch_size);
-    const MemoryRow rows[] = {{"weights", p.weights},         {"gradients", p.gradients},
-                              {"AdamW moments", p.moments},   {"activations", p.activations},
-                              {"logits", p.logits},           {"backward buffers", p.backward},
-                              {"copies in bf16", p.bf16},     {"sampling", p.sampling},
-                              {"other", p.other},             {NULL, 0}};
-    dry_run_counts(run);
-    printf("memory       B = %lld, T = %lld, %d threads, MiB\n", (long long)opt->batch_size, (long long)opt->seq_len,
-           num_threads());
-    memory_rows_print(stdout, rows);
-    largest_batches_print(planned_bytes, run, machine_memory());
+    char machine[40];
+    snprintf(machine, sizeof(machine), "%d threads", num_threads());
+    dry_run_print(run_memory_plan, run, machine, machine_memory());
 }
 
 void dump_routing(void* ctx, int layer, float* logits, int* indices, float* weights) {

@@ -44,38 +44,49 @@ static inline void dry_run_counts(const Run* run) {
            (long long)opt->tokens_per_step, flops * (double)options_total_tokens(opt), (long long)opt->steps);
 }
 
-typedef struct { const char* name; size_t bytes; } MemoryRow; // a family of arrays; a table ends with name NULL
+// A memory plan: families of arrays, at most so many, ended by one with name NULL.
+typedef struct { const char* name; size_t bytes; } MemoryRow;
+enum { MEMORY_ROWS = 16, MOST_SEQUENCES = 65535 };
 
-static inline size_t memory_rows_total(const MemoryRow* rows) {
+// Fills in what this run takes with B sequences a microbatch; grows with B.
+typedef void (*MemoryPlanner)(MemoryRow* rows, const Run* run, size_t B);
+
+static inline size_t planned_bytes(MemoryPlanner plan, const Run* run, size_t B) {
+    MemoryRow rows[MEMORY_ROWS];
     size_t total = 0;
-    for (; rows->name != NULL; rows++) { total += rows->bytes; }
+    plan(rows, run, B);
+    for (const MemoryRow* row = rows; row->name != NULL; row++) { total += row->bytes; }
     return total;
 }
 
-// In MiB.
-static inline void memory_rows_print(FILE* file, const MemoryRow* rows) {
-    const MemoryRow total = {"total", memory_rows_total(rows)};
-    for (; rows->name != NULL; rows++) { fprintf(file, "  %-18s %12.1f\n", rows->name, (double)rows->bytes / (1 << 20)); }
-    fprintf(file, "  %-18s %12.1f\n", total.name, (double)total.bytes / (1 << 20));
+// In MiB. machine: what it is the memory of, in words.
+static inline void memory_plan_print(FILE* file, MemoryPlanner plan, const Run* run, size_t B, const char* machine) {
+    MemoryRow rows[MEMORY_ROWS];
+    plan(rows, run, B);
+    fprintf(file, "memory       B = %zu, T = %lld, %s, MiB\n", B, (long long)run->opt.seq_len, machine);
+    for (const MemoryRow* row = rows; row->name != NULL; row++) {
+        fprintf(file, "  %-18s %12.1f\n", row->name, (double)row->bytes / (1 << 20));
+    }
+    fprintf(file, "  %-18s %12.1f\n", "total", (double)planned_bytes(plan, run, B) / (1 << 20));
 }
 
-// The largest B whose training fits into so many bytes, 0: none does. planned(run, B) grows with B. Doubles, then halves
-// the interval.
-static inline size_t largest_batch(size_t (*planned)(const Run* run, size_t B), const Run* run, double memory) {
+// The largest B that fits into so many bytes, 0: none does. Doubles, then halves the interval.
+static inline size_t largest_batch(MemoryPlanner plan, const Run* run, double memory) {
     size_t low = 0, high = 1;
-    while (high < (1u << 20) && (double)planned(run, high) <= memory) {
+    while (high <= MOST_SEQUENCES && (double)planned_bytes(plan, run, high) <= memory) {
         low = high;
         high *= 2;
     }
+    if (high > MOST_SEQUENCES) { high = MOST_SEQUENCES + 1; }
     while (high - low > 1) {
         size_t middle = low + (high - low) / 2;
-        if ((double)planned(run, middle) <= memory) { low = middle; } else { high = middle; }
+        if ((double)planned_bytes(plan, run, middle) <= memory) { low = middle; } else { high = middle; }
     }
     return low;
 }
 
-static inline void largest_batch_print(size_t (*planned)(const Run* run, size_t B), const Run* run, double memory) {
-    size_t B = largest_batch(planned, run, memory);
+static inline void largest_batch_print(MemoryPlanner plan, const Run* run, double memory) {
+    size_t B = largest_batch(plan, run, memory);
     double gib = memory / (1 << 30);
     if (B > 0) {
         printf("largest batch in %.1f GiB at T = %lld: --batch-size %zu\n", gib, (long long)run->opt.seq_len, B);
@@ -85,12 +96,15 @@ static inline void largest_batch_print(size_t (*planned)(const Run* run, size_t 
     }
 }
 
-// For --memory GiB where given, else for what the machine has, else (memory 0: not known) for some cards that people have.
-static inline void largest_batches_print(size_t (*planned)(const Run* run, size_t B), const Run* run, double memory) {
+// --dry-run: all of the above. The largest batch is that for --memory GiB where given, else for the `memory` bytes that
+// the machine has, else (0: not known) for some cards that people have.
+static inline void dry_run_print(MemoryPlanner plan, const Run* run, const char* machine, double memory) {
     const double gib = 1 << 30, cards[] = {24, 32, 48, 80, 96, 141};
+    dry_run_counts(run);
+    memory_plan_print(stdout, plan, run, (size_t)run->opt.batch_size, machine);
     if (run->opt.memory > 0) { memory = run->opt.memory * gib; }
-    if (memory > 0) { largest_batch_print(planned, run, memory); }
-    for (int i = 0; i < 6 && memory == 0; i++) { largest_batch_print(planned, run, cards[i] * gib); }
+    if (memory > 0) { largest_batch_print(plan, run, memory); }
+    for (int i = 0; i < 6 && memory == 0; i++) { largest_batch_print(plan, run, cards[i] * gib); }
 }
 
 #endif
