@@ -511,8 +511,7 @@ static void golden_run(const char* folder, const char* name) {
     hf_folder_load(folder, &config, &p->gpu.table, store_numbers, &p->gpu);
     p->tokens.assign(batch.tokens, batch.tokens + p->N);
     p->targets.assign(batch.targets, batch.targets + p->N);
-    p->doc_start.assign(p->N, 0);
-    if (documents) { p->doc_start.assign(batch.doc_start, batch.doc_start + p->N); }
+    p->doc_start.assign(batch.doc_start, batch.doc_start + p->N);
     p->documents = documents;
     pair_upload(p);
     for (int l = 0; l < config.num_hidden_layers; l++) {

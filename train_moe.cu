@@ -2659,11 +2659,6 @@ typedef struct {
     uint64_t rounding_key;          // for stochastic rounding: another one each step
 } AdamW;
 
-typedef struct { // parameters begin .. end of the arena; begin is a multiple of 8
-    size_t begin, end;
-    int decays;
-} ParamRange;
-
 // what the gradients are multiplied with, as torch.nn.utils.clip_grad_norm_
 __device__ inline float clip_scale(float norm, float grad_clip) {
     return grad_clip > 0 ? fminf(1.0f, grad_clip / (norm + 1e-6f)) : 1.0f;
@@ -2796,7 +2791,7 @@ void adamw_fused(bf16* params, float* master, const float* grads, float* m, floa
                  const ParamRange* ranges, int num_ranges, size_t count, AdamW a, cudaStream_t stream) {
     // One step on all parameters (count, a multiple of 8): master, m, v = their new values, params = master in bf16;
     // master NULL: params = stochastic rounding of what becomes of them. grads and norm (1) are read. ranges
-    // (num_ranges) ascend and lie on the device; what is in none of them stays.
+    // (num_ranges) ascend from multiples of 8 and lie on the device; what is in none of them stays.
     if (count == 0 || num_ranges == 0) { return; }
     uintptr_t places = (uintptr_t)params | (uintptr_t)master | (uintptr_t)grads | (uintptr_t)m | (uintptr_t)v;
     if (count % 8 != 0 || places % 16 != 0) {
@@ -3045,24 +3040,6 @@ void rope_table(float* table, size_t T, int HD, double theta) {
     }
 }
 
-void model_ranges(Model* model) {
-    // neighbouring tensors that all decay, or all do not, are one range
-    model->host_ranges = (ParamRange*)callocCheck(model->places.count, sizeof(ParamRange));
-    for (size_t i = 0; i < model->places.count; i++) {
-        const ParamTensor* t = &model->places.tensors[i];
-        ParamRange* last = &model->host_ranges[model->num_ranges - (model->num_ranges > 0)];
-        if (model->num_ranges > 0 && last->decays == t->decays) {
-            last->end = t->offset + t->numel;
-        } else {
-            ParamRange range = {t->offset, t->offset + t->numel, t->decays};
-            model->host_ranges[model->num_ranges++] = range;
-        }
-    }
-    size_t bytes = model->num_ranges * sizeof(ParamRange);
-    model->ranges = (ParamRange*)device_alloc(bytes);
-    cudaCheck(cudaMemcpy(model->ranges, model->host_ranges, bytes, cudaMemcpyHostToDevice));
-}
-
 void model_create_acts(Model* model, bool training) {
     const MoEConfig* c = &model->padded;
     Arena mem = {NULL, 0};
@@ -3085,7 +3062,11 @@ void model_create_training(Model* model) {
     model->v = device_zeros(count);
     params_point(&model->d_w, model->grads, &model->places, &model->config);
     model->norm_sums = (double*)device_alloc(grad_norm_doubles(count) * sizeof(double));
-    model_ranges(model);
+    model->host_ranges = (ParamRange*)callocCheck(model->places.count, sizeof(ParamRange));
+    model->num_ranges = param_ranges(model->host_ranges, &model->places);
+    size_t bytes = model->num_ranges * sizeof(ParamRange);
+    model->ranges = (ParamRange*)device_alloc(bytes);
+    cudaCheck(cudaMemcpy(model->ranges, model->host_ranges, bytes, cudaMemcpyHostToDevice));
 }
 
 void model_create(Model* model, const MoEConfig* config, Switches switches, size_t B, size_t T, bool training) {
@@ -3720,15 +3701,7 @@ void trainer_batch_file(Trainer* t) {
     file->counted /= t->gpus.num_ranks;
     const MoEConfig* c = &t->run.config;
     size_t N = t->model.B * t->model.T;
-    int* host = (int*)callocCheck(5 * N, sizeof(int));
-    memcpy(host, file->tokens, N * sizeof(int));
-    memcpy(host + N, file->targets, N * sizeof(int));
-    if (file->doc_start) { memcpy(host + 2 * N, file->doc_start, N * sizeof(int)); }
-    int* scratch = (int*)mallocCheck((size_t)c->vocab_size * sizeof(int));
-    batch_complete(host, N, t->model.T, c->vocab_size, scratch);
-    free(scratch);
-    cudaCheck(cudaMemcpy(t->batch, host, 5 * N * sizeof(int), cudaMemcpyHostToDevice));
-    free(host);
+    cudaCheck(cudaMemcpy(t->batch, file->all, 5 * N * sizeof(int), cudaMemcpyHostToDevice));
     if (!file->forced_indices) { return; }
     size_t bytes = N * c->num_experts_per_tok * sizeof(int);
     t->forced_indices = (int**)callocCheck(c->num_hidden_layers, sizeof(int*));
@@ -3961,10 +3934,6 @@ void dump_routing(void* ctx, int layer, float* logits, int* indices, float* weig
     cudaCheck(cudaMemcpy(weights, a->router_weights, N * K * sizeof(float), cudaMemcpyDeviceToHost));
 }
 
-void dump_gradient(void* ctx, const ParamTensor* t, float* values) {
-    fetch_numbers(ctx, t, "grad", 0, t->numel, values);
-}
-
 int dump(Trainer* t) {
     // one forward and backward of the first microbatch, no step
     Model* model = &t->model;
@@ -3985,7 +3954,7 @@ int dump(Trainer* t) {
     trainer_losses(t, mb.counted, &metrics);
     Dump d = {&model->config,       &model->table,           model->B,                 model->T,
               (float)metrics.loss,  (float)metrics.ce_loss,  (float)metrics.aux_loss,  (float)metrics.grad_norm,
-              logits,               model,                   dump_routing,             dump_gradient};
+              logits,               model,                   dump_routing,             fetch_numbers};
     if (t->gpus.rank == 0) { dump_file_write(t->run.opt.dump, &d); }
     free(logits);
     printf("loss %.6f | ce_loss %.6f | aux_loss %.6f | grad_norm %.6f -> %s\n", metrics.loss, metrics.ce_loss,

@@ -1873,8 +1873,11 @@ const float* decode(void* decoder, int token, size_t position, bool want_logits)
 // ----------------------------------------------------------------------------
 // checkpoints: how the arenas reach the files of llmc/checkpoint.h and back
 
-real* arena_of(const Model* model, const char* what) { // what is "weight" or "master", the same here, "m" or "v"
-    return strcmp(what, "m") == 0 ? model->m : strcmp(what, "v") == 0 ? model->v : model->params;
+real* arena_of(const Model* model, const char* what) { // what is "weight" or "master", the same here, "grad", "m", "v"
+    return strcmp(what, "grad") == 0 ? model->grads
+           : strcmp(what, "m") == 0  ? model->m
+           : strcmp(what, "v") == 0  ? model->v
+                                     : model->params;
 }
 
 void store_numbers(void* model, const ParamTensor* t, const char* what, size_t begin, size_t count,
@@ -2138,11 +2141,6 @@ void dump_routing(void* ctx, int layer, float* logits, int* indices, float* weig
     memcpy(indices, a->router_indices, N * K * sizeof(int));
 }
 
-void dump_gradient(void* ctx, const ParamTensor* t, float* values) {
-    const real* d_w = ((const Model*)ctx)->grads + t->offset;
-    for (size_t i = 0; i < t->numel; i++) { values[i] = (float)d_w[i]; }
-}
-
 int dump(Trainer* t) {
     // one forward and backward of the first microbatch, no step: every quantity of dev/test/goldens/README.md
     Model* model = &t->model;
@@ -2157,7 +2155,7 @@ int dump(Trainer* t) {
     double norm = model_grad_norm(model);
     Dump d = {&model->config,         &model->table,           model->B,    model->T,       (float)losses.loss,
               (float)losses.ce_loss,  (float)losses.aux_loss,  (float)norm, (float*)logits, model,
-              dump_routing,           dump_gradient};
+              dump_routing,           fetch_numbers};
     dump_file_write(t->run.opt.dump, &d);
     free(logits);
     printf("loss %.6f | ce_loss %.6f | aux_loss %.6f | grad_norm %.6f -> %s\n", losses.loss, losses.ce_loss,

@@ -4,12 +4,14 @@
 #define LLMC_BATCH_FILE_H
 
 #include "config.h"
+#include "dataloader.h"
 #include "safetensors.h"
 
 typedef struct {
     size_t B, T;
+    int* all;              // (5,B,T) as a Batch of dataloader.h: the three below, doc_end and token_order
     int *tokens, *targets; // (B,T); target -100: not counted
-    int* doc_start;        // (B,T) first position of the token's document in its row; NULL without --doc-mask
+    int* doc_start;        // (B,T) first position of the token's document in its row; 0 without --doc-mask
     int** forced_indices;  // (L) of (B*T, K) experts, NULL in dense layers; NULL without --force-routing
     double counted;        // targets that are counted
 } BatchFile;
@@ -19,8 +21,8 @@ static inline void batch_open(SafeTensors* file, const char* path) {
     if (!st_open(file, path, err, sizeof(err))) { fatal("--batch: %s", err); }
 }
 
-// A [rows, cols] I32 tensor of the file (rows 0: any two dimensions), as malloc'ed ints.
-static inline int* batch_tensor(const SafeTensors* file, const char* name, size_t rows, size_t cols) {
+// A [rows, cols] I32 tensor of the file (rows 0: any two dimensions).
+static inline const StTensor* batch_tensor(const SafeTensors* file, const char* name, size_t rows, size_t cols) {
     const StTensor* t = st_find(file, name);
     if (t == NULL) { fatal("--batch: %s has no tensor '%s'", file->path, name); }
     if (t->dtype != ST_I32 || t->ndim != 2 || t->numel == 0) {
@@ -31,18 +33,16 @@ static inline int* batch_tensor(const SafeTensors* file, const char* name, size_
         fatal("--batch: %s: '%s' has shape [%zu, %zu], but [%zu, %zu] is needed", file->path, name, t->shape[0],
               t->shape[1], rows, cols);
     }
-    int* values = (int*)mallocCheck(t->numel * sizeof(int));
-    st_to_i32(t, 0, t->numel, values);
-    return values;
+    return t;
 }
 
 // B and T of the file's batch, for whoever needs them before the model is known.
 static inline void batch_file_size(const char* path, size_t* B, size_t* T) {
     SafeTensors file;
     batch_open(&file, path);
-    free(batch_tensor(&file, "tokens", 0, 0));
-    *B = st_find(&file, "tokens")->shape[0];
-    *T = st_find(&file, "tokens")->shape[1];
+    const StTensor* tokens = batch_tensor(&file, "tokens", 0, 0);
+    *B = tokens->shape[0];
+    *T = tokens->shape[1];
     st_close(&file);
 }
 
@@ -62,8 +62,8 @@ static inline void batch_check_tokens(const BatchFile* b, const char* path, int 
 
 // doc_ids [B,T], which never fall within a row -> where each token's document begins
 static inline void batch_read_documents(BatchFile* b, const SafeTensors* file) {
-    int* doc_ids = batch_tensor(file, "doc_ids", b->B, b->T);
-    b->doc_start = (int*)mallocCheck(b->B * b->T * sizeof(int));
+    int* doc_ids = b->all + 3 * b->B * b->T; // the place of doc_end, which comes later
+    st_to_i32(batch_tensor(file, "doc_ids", b->B, b->T), 0, b->B * b->T, doc_ids);
     for (size_t n = 0; n < b->B * b->T; n++) {
         size_t t = n % b->T;
         if (t > 0 && doc_ids[n] < doc_ids[n - 1]) {
@@ -72,7 +72,6 @@ static inline void batch_read_documents(BatchFile* b, const SafeTensors* file) {
         bool same = t > 0 && doc_ids[n] == doc_ids[n - 1];
         b->doc_start[n] = same ? b->doc_start[n - 1] : (int)t;
     }
-    free(doc_ids);
 }
 
 static inline void batch_read_routing(BatchFile* b, const SafeTensors* file, const MoEConfig* config) {
@@ -83,7 +82,8 @@ static inline void batch_read_routing(BatchFile* b, const SafeTensors* file, con
         if (!config_layer_is_moe(config, l)) { continue; }
         char name[64];
         snprintf(name, sizeof(name), "router.layers.%d.topk_index", l);
-        int* index = b->forced_indices[l] = batch_tensor(file, name, b->B * b->T, K);
+        int* index = b->forced_indices[l] = (int*)mallocCheck(slots * sizeof(int));
+        st_to_i32(batch_tensor(file, name, b->B * b->T, K), 0, slots, index);
         for (size_t i = 0; i < slots; i++) {
             bool twice = false;
             for (size_t j = i / K * K; j < i; j++) { twice = twice || index[j] == index[i]; }
@@ -102,12 +102,20 @@ static inline void batch_file_read(BatchFile* b, const char* path, const MoEConf
     memset(b, 0, sizeof(*b));
     batch_file_size(path, &b->B, &b->T);
     batch_open(&file, path);
-    b->tokens = batch_tensor(&file, "tokens", b->B, b->T);
-    b->targets = batch_tensor(&file, "targets", b->B, b->T);
+    size_t N = b->B * b->T;
+    b->all = (int*)callocCheck(5 * N, sizeof(int));
+    b->tokens = b->all;
+    b->targets = b->all + N;
+    b->doc_start = b->all + 2 * N;
+    st_to_i32(batch_tensor(&file, "tokens", b->B, b->T), 0, N, b->tokens);
+    st_to_i32(batch_tensor(&file, "targets", b->B, b->T), 0, N, b->targets);
     batch_check_tokens(b, path, config->vocab_size);
-    for (size_t n = 0; n < b->B * b->T; n++) { b->counted += b->targets[n] >= 0; }
+    for (size_t n = 0; n < N; n++) { b->counted += b->targets[n] >= 0; }
     if (b->counted == 0) { fatal("--batch: %s: every target is -100, so there is no loss", path); }
     if (doc_mask) { batch_read_documents(b, &file); }
+    int* scratch = (int*)mallocCheck((size_t)config->vocab_size * sizeof(int));
+    batch_complete(b->all, N, b->T, config->vocab_size, scratch);
+    free(scratch);
     if (force_routing) { batch_read_routing(b, &file, config); }
     st_close(&file);
 }
@@ -115,9 +123,7 @@ static inline void batch_file_read(BatchFile* b, const char* path, const MoEConf
 static inline void batch_file_free(BatchFile* b, const MoEConfig* config) {
     for (int l = 0; b->forced_indices != NULL && l < config->num_hidden_layers; l++) { free(b->forced_indices[l]); }
     free(b->forced_indices);
-    free(b->tokens);
-    free(b->targets);
-    free(b->doc_start);
+    free(b->all);
     memset(b, 0, sizeof(*b));
 }
 

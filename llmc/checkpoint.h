@@ -17,10 +17,6 @@
 #define CHECKPOINT_BYTE_TOKENIZER "bytes"
 #define CHECKPOINT_CHECKSUMS "checksums.json"
 
-// Gives elements begin .. begin+count-1 of a parameter; what is "weight", "m", "v" or "master".
-typedef void (*ParamFetch)(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count,
-                           float* values);
-
 typedef struct {
     int64_t step;           // optimizer steps done
     uint64_t tokens;        // trained on so far

@@ -367,6 +367,31 @@ static inline const ParamTensor* param_find(const ParamTable* table, const char*
     return t;
 }
 
+// Parameters begin .. end of the arena, which all decay or all do not.
+typedef struct { size_t begin, end; int decays; } ParamRange;
+
+// Writes the table's ranges, in ascending order and neighbours of one kind as one, into ranges, which has room for
+// table->count of them; returns how many there are.
+static inline int param_ranges(ParamRange* ranges, const ParamTable* table) {
+    int count = 0;
+    for (size_t i = 0; i < table->count; i++) {
+        const ParamTensor* t = &table->tensors[i];
+        if (count == 0 || ranges[count - 1].decays != t->decays) {
+            ParamRange range = {t->offset, t->offset, t->decays};
+            ranges[count++] = range;
+        }
+        ranges[count - 1].end = t->offset + t->numel;
+    }
+    return count;
+}
+
+// How a tensor's elements begin .. begin+count-1 get to a trainer and from it: `what` is "weight", or of its weight the
+// "m", "v", "master" or, only to be fetched, "grad".
+typedef void (*ParamStore)(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count,
+                           const float* values);
+typedef void (*ParamFetch)(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count,
+                           float* values);
+
 #include "config_json.h" // config_read and config_write: MoEConfig <-> Hugging Face's config.json
 
 #endif

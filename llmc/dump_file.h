@@ -14,7 +14,7 @@ typedef struct {
     const float* logits;                      // (B, T, V)
     void* ctx;                                // handed to the two functions, which fill what they are given:
     void (*routing)(void* ctx, int layer, float* logits, int* indices, float* weights); // (N,E), (N,K), (N,K)
-    void (*gradient)(void* ctx, const ParamTensor* t, float* values);                   // all of the tensor
+    ParamFetch fetch;                         // "grad" of every tensor
 } Dump;
 
 static inline void dump_declare(StWriter* out, const Dump* d) {
@@ -66,7 +66,7 @@ static inline void dump_file_write(const char* path, const Dump* d) {
         st_writer_data(&out, weights, N * K * sizeof(float));
     }
     for (size_t i = 0; i < d->table->count; i++) {
-        d->gradient(d->ctx, &d->table->tensors[i], values);
+        d->fetch(d->ctx, &d->table->tensors[i], "grad", 0, d->table->tensors[i].numel, values);
         st_writer_data(&out, values, d->table->tensors[i].numel * sizeof(float));
     }
     st_writer_close(&out);

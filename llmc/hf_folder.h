@@ -9,10 +9,6 @@
 
 #define HF_CHUNK ((size_t)65536) // floats converted at a time
 
-// Takes elements begin .. begin+count-1 of a parameter: what is "weight", or of its "m", "v", "master" weight.
-typedef void (*ParamStore)(void* ctx, const ParamTensor* t, const char* what, size_t begin, size_t count,
-                           const float* values);
-
 // ----------------------------------------------------------------------------
 // the files of a folder
 

@@ -24,11 +24,6 @@ typedef struct {
     uint64_t rounding_key;          // for stochastic rounding: another one each step
 } AdamW;
 
-typedef struct { // parameters begin .. end of the arena; begin is a multiple of 8
-    size_t begin, end;
-    int decays;
-} ParamRange;
-
 // ----------------------------------------------------------------------------
 // the formulas
 
@@ -169,7 +164,7 @@ void adamw_fused(bf16* params, float* master, const float* grads, float* m, floa
                  const ParamRange* ranges, int num_ranges, size_t count, AdamW a, cudaStream_t stream) {
     // One step on all parameters (count, a multiple of 8): master, m, v = their new values, params = master in bf16;
     // master NULL: params = stochastic rounding of what becomes of them. grads and norm (1) are read. ranges
-    // (num_ranges) ascend and lie on the device; what is in none of them stays.
+    // (num_ranges) ascend from multiples of 8 and lie on the device; what is in none of them stays.
     if (count == 0 || num_ranges == 0) { return; }
     uintptr_t places = (uintptr_t)params | (uintptr_t)master | (uintptr_t)grads | (uintptr_t)m | (uintptr_t)v;
     if (count % 8 != 0 || places % 16 != 0) {
