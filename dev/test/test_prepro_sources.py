@@ -1,6 +1,7 @@
 """prepro/text.py: every kind of source gives the same documents, any number of workers the same bytes, and a run that was
 interrupted goes on to what it would have written."""
 
+import glob
 import gzip
 import json
 import os
@@ -450,6 +451,27 @@ def what_was_written_after_the_last_save_is_forgotten():
     check(whole_or_no_shard(open_shard), "half a shard looks whole")
     run(TEXT + ["--out", folder("o"), *options])
     check_same_shards(folder("o"), folder("fresh"), "gone on")
+
+
+@test
+def what_a_save_counts_on_is_on_the_disk():  # else a power cut could leave a whole shard's name on half of it
+    synced, fsync = set(), os.fsync
+
+    def noting(fd):
+        synced.add(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    with shards.OutputFolder(folder("o"), key="x") as out:
+        writer = out.split("train", shards.ByteTokenizer(), 10)
+        os.fsync = noting
+        try:
+            writer.append(bytes(4 * 25), 1, 24)
+            out.save(0)
+        finally:
+            os.fsync = fsync
+        written = glob.glob(folder("o/.partial/train_*.bin"))
+        missing = [p for p in written if os.stat(p).st_ino not in synced]
+    check(len(written) == 3 and not missing, f"{len(written)} shards, not on the disk: {missing}")
 
 
 @test
