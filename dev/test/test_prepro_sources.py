@@ -138,6 +138,23 @@ def a_dataset_gives_the_same_shards_as_files():
 
 
 @test
+def a_dataset_on_the_hub_is_found_in_its_cache():
+    """As huggingface_hub lays it out: datasets--ORG--NAME/refs/REVISION names a folder in snapshots."""
+    documents, hub = some_documents(60), folder("hf/hub/datasets--some-lab--their-stories")
+    for revision, commit, rows in (("main", "a" * 40, documents), ("v2", "b" * 40, documents[:30])):
+        write(f"{hub}/refs/{revision}", commit)
+        dataset(f"{hub}/snapshots/{commit}", rows)
+        run(TEXT + ["--out", folder("file_" + revision), as_text(folder(revision + ".txt"), rows)])
+    env, command = {**OFFLINE, "HF_HOME": folder("hf")}, TEXT + ["--dataset", "some-lab/their-stories", "--out"]
+    run(command + [folder("main")], env=env)
+    run(command + [folder("v2"), "--revision", "v2"], env=env)
+    for revision in ("main", "v2"):
+        check_same_shards(folder(revision), folder("file_" + revision), revision)
+    check(json.loads(read(folder("main/manifest.json")))["source"] == "some-lab/their-stories", "name in the manifest")
+    expect_error(command + [folder("v3"), "--revision", "v3"], "--dataset some-lab/their-stories", env=env)
+
+
+@test
 def rows_without_text_are_left_out_and_an_eot_in_a_row_cuts_it():
     rows = ["one", "", None, "\n\n", "two<|endoftext|>three\n", "<|endoftext|>"]
     write(folder("a.jsonl"), "\n".join(json.dumps({"text": r}) for r in rows) + "\n\n")
