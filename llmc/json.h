@@ -62,6 +62,16 @@ static inline char* json_duplicate_key(const cJSON* node) {
     return found;
 }
 
+// Is there a "\u0000" in a string? cJSON's strings would end there, and be others than the file's.
+static inline bool json_has_escaped_zero(const char* text, size_t n) {
+    for (size_t i = 0; i + 6 <= n; i++) {
+        if (text[i] != '\\') { continue; }
+        if (memcmp(text + i, "\\u0000", 6) == 0) { return true; }
+        i++; // what is escaped may be a backslash
+    }
+    return false;
+}
+
 // ----------------------------------------------------------------------------
 // reading and writing
 
@@ -70,7 +80,7 @@ static inline char* json_duplicate_key(const cJSON* node) {
 static inline cJSON* json_parse(const char* text, size_t n, const char* where, char* err, size_t err_size) {
     size_t bad = utf8_first_invalid(text, n);
     if (bad < n) { fail_with(err, err_size, "%s: byte %zu of the JSON is not valid UTF-8", where, bad); return NULL; }
-    if (memchr(text, 0, n) != NULL) {
+    if (memchr(text, 0, n) != NULL || json_has_escaped_zero(text, n)) {
         fail_with(err, err_size, "%s: the JSON contains a zero byte", where);
         return NULL;
     }

@@ -47,10 +47,14 @@ def read_question(row, where):
     context = f"{text('ctx_a')} {text('ctx_b').capitalize()}" if "ctx_a" in row else text("ctx")
     if text("activity_label"):
         context = f"{text('activity_label')}: {context}"
-    endings = [clean(e) for e in endings]
+    context, endings = clean(context), [clean(e) for e in endings]
     if not all(endings):
         raise Error(f"{where}: an ending is empty")
-    return clean(context), endings, int(label)
+    try:
+        "".join([context, *endings]).encode()
+    except UnicodeEncodeError:
+        raise Error(f"{where}: there is half a character in it (a lone surrogate)")
+    return context, endings, int(label)
 
 
 def rows_of_file(path):

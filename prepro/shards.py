@@ -72,7 +72,7 @@ def amount(text):
     """98304, 100K, 1.5M, 10B: a whole number, as the trainers take it."""
     factor = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower(), 1)
     number = float(text[:-1] if factor > 1 else text) * factor
-    if number != int(number):
+    if number % 1 != 0:  # nor is it of an infinity or NaN
         raise ValueError(text)
     return int(number)
 
@@ -356,6 +356,7 @@ class ShardWriter:
         header = struct.pack("<5i", MAGIC, VERSION, self.count, self.tokenizer.vocab_size, self.tokenizer.eot_id + 1)
         self.file.seek(0)
         self.file.write(header)
+        self.sync()  # a later save() counts on it
         path, file = self.file.name, self.file
         self.file = None
         file.close()

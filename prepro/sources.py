@@ -248,12 +248,20 @@ def said(where, e):
     return f"{where}: {type(e).__name__}: {' '.join(str(e).split())[:300]}"
 
 
+def place_of(name, revision):
+    """Where the hub must not be asked (HF_HUB_OFFLINE=1) the dataset's folder in the hub's cache; else its name."""
+    hub = package("huggingface_hub", f"--dataset {name}")
+    if os.path.exists(name) or not hub.constants.HF_HUB_OFFLINE:
+        return name
+    return hub.snapshot_download(name, repo_type="dataset", revision=revision)
+
+
 def load_stream(name, config, split, revision):
     datasets = package("datasets", f"--dataset {name}")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     try:
-        return datasets.load_dataset(name, config, split=split, streaming=True, revision=revision)
+        return datasets.load_dataset(place_of(name, revision), config, split=split, streaming=True, revision=revision)
     except Exception as e:
         raise Error(said(f"--dataset {name}", e))
 

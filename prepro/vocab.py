@@ -59,7 +59,7 @@ class JsonTokenizer:
         eos = config.get("eos_token") if isinstance(config, dict) else None
         eos = eos.get("content") if isinstance(eos, dict) else eos
         for token in (EOT, eos):
-            if token in vocabulary:
+            if isinstance(token, str) and token in vocabulary:
                 return token
         raise Error(f"{self.name}: which token opens a document? There is no {EOT}, name one with --eot")
 

@@ -41,6 +41,17 @@ static void json_of_too_many_values_is_refused_before_it_is_parsed(void) {
     byte_buffer_free(&made);
 }
 
+static void json_whose_strings_would_be_cut_is_refused(void) { // by cJSON, at a zero byte
+    const char* texts[] = {"{\"a\\u0000b\": 1}", "{\"a\": \"\\\\\\u0000\"}", "{\"a\": \"\\u0000\"}", "{\"a\\\\u0000\": \"\\u0001\"}"};
+    for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++) {
+        char err[300] = "";
+        cJSON* tree = json_parse(texts[i], strlen(texts[i]), "here", err, sizeof(err));
+        CHECK((tree != NULL) == (i == 3)); // a backslash, and then the letters u0000
+        if (i < 3) { CHECK_CONTAINS(err, "here: the JSON contains a zero byte"); }
+        cJSON_Delete(tree);
+    }
+}
+
 static void json_is_not_read_beyond_its_end(void) { // as cJSON before 1.7.18 does: CVE-2023-53154
     const char* texts[] = {"{\"1\":1,", "{\"a\":[1,", "{\"a\":\"\\u12", "{\"a\"", "{", "{\"a\":tru", "{\"a\":1}", "{\"a\":\"\\"};
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -212,6 +223,7 @@ int main(int argc, char** argv) {
     test_arguments(argc, argv);
     program_name = "moe";
     RUN(json_of_too_many_values_is_refused_before_it_is_parsed);
+    RUN(json_whose_strings_would_be_cut_is_refused);
     RUN(json_is_not_read_beyond_its_end);
     RUN(a_config_of_a_million_experts_is_refused_before_they_are_listed);
     RUN(an_index_takes_no_longer_than_sorting_it);

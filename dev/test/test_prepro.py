@@ -481,6 +481,7 @@ def bad_input_is_one_line_and_leaves_nothing():
         ([*out, "--val-fraction", "nan", a], "--val-fraction"),
         ([*out, "--shard-tokens", "0", a], "--shard-tokens 0"),
         ([*out, "--shard-tokens", "2147483648", a], "--shard-tokens"),
+        ([*out, "--shard-tokens", "inf", a], "--shard-tokens"),
         ([*out, "--document-separator", "a\nb", a], "--document-separator"),
         ([*out, "--encoding", "klingon", a], "klingon"),
         ([*out, "--encoding", "hex", a], "hex"),

@@ -1,6 +1,7 @@
 """prepro/text.py: every kind of source gives the same documents, any number of workers the same bytes, and a run that was
 interrupted goes on to what it would have written."""
 
+import glob
 import gzip
 import json
 import os
@@ -134,6 +135,23 @@ def a_dataset_gives_the_same_shards_as_files():
     check_same_shards(folder("c"), folder("d"), "drawn")
     manifest = json.loads(read(folder("d/manifest.json")))
     check(manifest["source"] == folder("in") and manifest["files"][0]["documents"] == 300, f"{manifest}")
+
+
+@test
+def a_dataset_on_the_hub_is_found_in_its_cache():
+    """As huggingface_hub lays it out: datasets--ORG--NAME/refs/REVISION names a folder in snapshots."""
+    documents, hub = some_documents(60), folder("hf/hub/datasets--some-lab--their-stories")
+    for revision, commit, rows in (("main", "a" * 40, documents), ("v2", "b" * 40, documents[:30])):
+        write(f"{hub}/refs/{revision}", commit)
+        dataset(f"{hub}/snapshots/{commit}", rows)
+        run(TEXT + ["--out", folder("file_" + revision), as_text(folder(revision + ".txt"), rows)])
+    env, command = {**OFFLINE, "HF_HOME": folder("hf")}, TEXT + ["--dataset", "some-lab/their-stories", "--out"]
+    run(command + [folder("main")], env=env)
+    run(command + [folder("v2"), "--revision", "v2"], env=env)
+    for revision in ("main", "v2"):
+        check_same_shards(folder(revision), folder("file_" + revision), revision)
+    check(json.loads(read(folder("main/manifest.json")))["source"] == "some-lab/their-stories", "name in the manifest")
+    expect_error(command + [folder("v3"), "--revision", "v3"], "--dataset some-lab/their-stories", env=env)
 
 
 @test
@@ -450,6 +468,27 @@ def what_was_written_after_the_last_save_is_forgotten():
     check(whole_or_no_shard(open_shard), "half a shard looks whole")
     run(TEXT + ["--out", folder("o"), *options])
     check_same_shards(folder("o"), folder("fresh"), "gone on")
+
+
+@test
+def what_a_save_counts_on_is_on_the_disk():  # else a power cut could leave a whole shard's name on half of it
+    synced, fsync = set(), os.fsync
+
+    def noting(fd):
+        synced.add(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    with shards.OutputFolder(folder("o"), key="x") as out:
+        writer = out.split("train", shards.ByteTokenizer(), 10)
+        os.fsync = noting
+        try:
+            writer.append(bytes(4 * 25), 1, 24)
+            out.save(0)
+        finally:
+            os.fsync = fsync
+        written = glob.glob(folder("o/.partial/train_*.bin"))
+        missing = [p for p in written if os.stat(p).st_ino not in synced]
+    check(len(written) == 3 and not missing, f"{len(written)} shards, not on the disk: {missing}")
 
 
 @test

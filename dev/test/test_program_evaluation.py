@@ -204,6 +204,7 @@ def hellaswag_puts_texts_together_as_the_harness_does():
     for change, part in [
         ({"label": ""}, '"label"'), ({"label": 3}, '"label"'), ({"endings": ["x"]}, '"endings"'), ({"endings": "xy"}, '"endings"'),
         ({"endings": ["a", "[b]"], "label": 0}, "empty"), ({"ctx": 5}, '"ctx"'), ({"ctx": None}, '"ctx"'),
+        ({"ctx": "a\ud800"}, "half a character"), ({"endings": ["a", "\udc00", "c"]}, "half a character"),
     ]:  # fmt: skip
         write(folder("h.jsonl"), json.dumps(rows[1]) + "\n" + json.dumps({**rows[1], **change}))
         expect_error(script + [folder("d.jsonl"), folder("h.jsonl")], "h.jsonl: line 2", part)
