@@ -309,8 +309,8 @@ def check_options(args):
         args.val_fraction = 0.05
     elif args.val_split or args.val_files:
         raise Error("--val-fraction draws documents, --val-split and --val-files name them: give one of them")
-    if not 0 <= args.val_fraction < 1:
-        raise Error(f"--val-fraction {args.val_fraction:g} is not between 0 and 1")
+    if not (args.val_fraction == 0 or 1e-9 <= args.val_fraction < 1):
+        raise Error(f"--val-fraction {args.val_fraction:g} is neither 0 nor between 1e-9 and 1")
     check_shard_tokens(args.shard_tokens)
     for name, least in (("train_bpe", vocab.MIN_BPE), ("bpe_bytes", 1), ("max_tokens", 1), ("workers", 1)):
         value = getattr(args, name)

@@ -45,7 +45,7 @@ def fuzz(target):
     os.makedirs(grown, exist_ok=True)
     os.makedirs(BUILD, exist_ok=True)
     seed = random.randrange(1, 1 << 31) if LONG else 1
-    command = ["nice", PROGRAM, f"-max_total_time={seconds}", f"-seed={seed}", "-timeout=30", "-rss_limit_mb=1024", "-malloc_limit_mb=512",
+    command = [PROGRAM, f"-max_total_time={seconds}", f"-seed={seed}", "-timeout=30", "-rss_limit_mb=1024", "-malloc_limit_mb=512",
                "-max_len=40000", "-mutate_depth=2", "-close_fd_mask=3", f"-dict={HERE}/words.dict", f"-artifact_prefix={BUILD}/{target}-",
                "-print_final_stats=1", grown, corpus(target)]  # fmt: skip
     r = run(command, code=None, env={"FUZZ": target, "TMPDIR": MEMORY}, timeout=1200)

@@ -478,6 +478,7 @@ def bad_input_is_one_line_and_leaves_nothing():
         ([*out], "FILE"),
         ([a], "--out"),
         ([*out, "--val-fraction", "1", a], "--val-fraction 1"),
+        ([*out, "--val-fraction", "5e-324", a], "--val-fraction 4.94066e-324"),
         ([*out, "--val-fraction", "nan", a], "--val-fraction"),
         ([*out, "--shard-tokens", "0", a], "--shard-tokens 0"),
         ([*out, "--shard-tokens", "2147483648", a], "--shard-tokens"),
