@@ -18,7 +18,7 @@
 // FIGURES
 #include "common.h"
 
-enum { NUM_KERNELS = 4 };
+enum { NUM_KERNELS = 4, BF16 = 4 };
 
 void adamw_kernel2(float* params, const float* grads, float* m, float* v, const ParamTable* table, AdamW a) {
     for (size_t i = 0; i < table->count; i++) {
@@ -76,12 +76,12 @@ void check_step(int kernel, const MoEConfig* config, const char* model, int step
                         w.a.lr * (m[i] / w.a.correction1) / (sqrt(v[i] / w.a.correction2) + (double)w.a.eps);
         }
     }
-    if (kernel == 4) { in_bf16(w.params, n); }
+    if (kernel == BF16) { in_bf16(w.params, n); }
     run(kernel, &w);
     check_near(w.m, m, n, 1e-6, "kernel %d, %s, step %d: m", kernel, model, step);
     check_near(w.v, v, n, 2e-6, "kernel %d, %s, step %d: v", kernel, model, step); // 1 - beta2 has lost four bits
     check_near(w.params, params, n, 1e-6, "kernel %d, %s, step %d: params", kernel, model, step);
-    if (kernel == 4) {
+    if (kernel == BF16) {
         size_t spread = 1, wrong = 0;
         const uint16_t* copy = bf16_of(w.params, &spread);
         for (size_t i = 0; i < n; i++) { wrong += copy[i] != f32_to_bf16(w.params[i]); }
@@ -110,7 +110,12 @@ void bench_all(void) {
         MoEConfig config = bench_config(&sizes[s]);
         Work w = work_create(&config, 7);
         double numbers = (double)w.table.num_parameters;
-        Bench b = {"", 1, 3, 0, 28 * numbers, run, NULL, &w, NULL};
+        Work w_bf16 = w;
+        if (dev_runs(BF16)) {
+            w_bf16.params = copy_of(w.params, w.table.num_parameters);
+            in_bf16(w_bf16.params, w.table.num_parameters);
+        }
+        Bench b = {"", 1, 3, 0, 28 * numbers, run, NULL, &w, &w_bf16};
         snprintf(b.what, sizeof(b.what), "%s, %.0fM parameters", sizes[s].name, numbers / 1e6);
         bench(&b);
         param_table_free(&w.table);
@@ -119,7 +124,7 @@ void bench_all(void) {
 }
 
 int main(int argc, char** argv) {
-    dev_open(argc, argv, NUM_KERNELS, 0);
+    dev_open(argc, argv, NUM_KERNELS, BF16);
     for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
         if (dev_runs(kernel)) { check_all(kernel); }
     }

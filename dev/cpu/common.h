@@ -121,6 +121,12 @@ static inline void check_result(bool ok, const char* what, const char* detail) {
     }
 }
 
+static inline double rms_of(const double* x, size_t n) {
+    double squares = 0;
+    for (size_t i = 0; i < n; i++) { squares += x[i] * x[i]; }
+    return sqrt(squares / (double)(n > 0 ? n : 1));
+}
+
 // Each number within `relative` of its own size plus the rms of all that should be: what rounding may do to a sum. The
 // first that is not is reported.
 PRINTF_LIKE(5, 6)
@@ -130,9 +136,7 @@ static inline void check_near(const float* got, const double* want, size_t n, do
     va_start(args, fmt);
     vsnprintf(what, sizeof(what), fmt, args);
     va_end(args);
-    double squares = 0;
-    for (size_t i = 0; i < n; i++) { squares += want[i] * want[i]; }
-    double rms = sqrt(squares / (double)(n > 0 ? n : 1));
+    double rms = rms_of(want, n);
     size_t i = 0;
     while (i < n && fabs(got[i] - want[i]) <= relative * (fabs(want[i]) + rms) + 1e-30) { i++; }
     if (i < n) {
@@ -140,6 +144,38 @@ static inline void check_near(const float* got, const double* want, size_t n, do
                  relative * (fabs(want[i]) + rms));
     }
     check_result(i == n, what, detail);
+}
+
+// The same where operands were rounded to bf16 on the way, each off by up to 2^-9 of itself: how far an element may be
+// off depends on its terms, but all together are off by no more than 2^-8 of their rms.
+static inline void check_bf16(const float* got, const double* want, size_t n, const char* what) {
+    double squares = 0;
+    for (size_t i = 0; i < n; i++) { squares += (got[i] - want[i]) * (got[i] - want[i]); }
+    double off = sqrt(squares / (double)(n > 0 ? n : 1)), rms = rms_of(want, n);
+    char detail[128];
+    snprintf(detail, sizeof(detail), "the rms of the difference is %.3g, of what should be %.3g", off, rms);
+    check_result(off <= rms / 256 + 1e-30, what, detail);
+}
+
+// The results of a kernel at one shape, of which `what` tells.
+typedef struct {
+    const char* name;
+    const float* got;
+    const double* want;
+    size_t count;
+} Result;
+
+static inline void check_results(const Result* results, int count, int kernel, double relative, const char* what) {
+    for (int i = 0; i < count; i++) {
+        const Result* r = &results[i];
+        char name[256];
+        snprintf(name, sizeof(name), "kernel %d, %s: %s", kernel, what, r->name);
+        if (kernel == dev_bf16_kernel) {
+            check_bf16(r->got, r->want, r->count, name);
+        } else {
+            check_near(r->got, r->want, r->count, relative, "%s", name);
+        }
+    }
 }
 
 // ----------------------------------------------------------------------------
