@@ -49,7 +49,7 @@ static void bench(const BenchSize* size, bool bf16, int steps) {
     Neighbours neighbours = neighbours_begin();
     for (int i = -1; i < steps; i++) { // step -1 warms up: first touches of memory, code that the library generates
         if (i == 0) { neighbours = neighbours_begin(); }
-        double r = product_rate(bf16), ms = bench_step(&b);
+        double r = product_rate(bf16, profiler_clock_us), ms = bench_step(&b);
         if (i >= 0) { rate[i] = r; step_ms[i] = ms; }
     }
     double others = neighbours_cores(neighbours);

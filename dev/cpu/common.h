@@ -18,11 +18,13 @@ static int dev_only = 0; // 0: all kernels
 static bool dev_only_check = false;
 static int dev_num_kernels = 0, dev_bf16_kernel = 0;
 static int checks_passed = 0, checks_failed = 0;
+static Neighbours dev_neighbours; // since the program began
 
 static inline void dev_open(int argc, char** argv, int num_kernels, int bf16_kernel) {
     // bf16_kernel: the one whose products read bf16 (--precision bf16); 0: there is none
     program_name = argv[0];
     dev_num_kernels = num_kernels;
+    dev_neighbours = neighbours_begin();
     dev_bf16_kernel = bf16_kernel;
     for (int i = 1; i < argc; i++) {
         char* end;
@@ -48,6 +50,10 @@ static inline bool dev_runs(int kernel) {
 static inline bool dev_benchmarks(void) { return !dev_only_check; }
 
 static inline int dev_close(void) {
+    if (dev_benchmarks()) {
+        printf("%d threads, products by %s; others used %.2f cores\n", num_threads(), gemm_library(false),
+               neighbours_cores(dev_neighbours));
+    }
     printf("%d passed, %d failed\n", checks_passed, checks_failed);
     return checks_failed > 0;
 }
@@ -191,6 +197,11 @@ typedef struct {
     const void *work, *work_bf16;        // arrays; the second for the kernel whose products read bf16
 } Bench;
 
+static inline double dev_clock_us(void) {
+    // by the clock on the wall; one thread alone has a better one, the processor's, which stops while others use the core
+    return num_threads() == 1 ? cpu_seconds_of_mine() * 1e6 : profiler_clock_us();
+}
+
 static inline double copy_rate(void) {
     // bytes per second of a copy that no cache holds, read and written bytes counted
     enum { BYTES = 64 << 20, CHUNK = 1 << 20 };
@@ -201,10 +212,10 @@ static inline double copy_rate(void) {
         zero_real((real*)from, BYTES / sizeof(real));
         zero_real((real*)to, BYTES / sizeof(real));
     }
-    double begin = profiler_clock_us();
+    double begin = dev_clock_us();
     #pragma omp parallel for schedule(static)
     for (int i = 0; i < BYTES / CHUNK; i++) { memcpy(to + (size_t)i * CHUNK, from + (size_t)i * CHUNK, CHUNK); }
-    return 2.0 * BYTES / (profiler_clock_us() - begin) * 1e6;
+    return 2.0 * BYTES / (dev_clock_us() - begin) * 1e6;
 }
 
 enum { MOST_ROUNDS = 31, MOST_KERNELS = 8 };
@@ -212,9 +223,9 @@ enum { MOST_ROUNDS = 31, MOST_KERNELS = 8 };
 static inline double run_us(const Bench* b, int kernel) {
     const void* work = kernel == dev_bf16_kernel ? b->work_bf16 : b->work;
     if (b->prepare) { b->prepare(work); }
-    double begin = profiler_clock_us();
+    double begin = dev_clock_us();
     b->run(kernel, work);
-    return profiler_clock_us() - begin;
+    return dev_clock_us() - begin;
 }
 
 // One line a kernel; dev/bench/bench_cpu_ops.py reads it.
@@ -241,8 +252,8 @@ static inline void bench(const Bench* b) {
             copies[r] = copy_rate();
             ms[kernel][r] = run_us(b, kernel) / 1e3;
         }
-        if (b->flops > 0) { products[0][r] = product_rate(false); }
-        if (b->flops > 0 && any_bf16) { products[1][r] = product_rate(true); }
+        if (b->flops > 0) { products[0][r] = product_rate(false, dev_clock_us); }
+        if (b->flops > 0 && any_bf16) { products[1][r] = product_rate(true, dev_clock_us); }
         rounds = r + 1;
     }
     for (int p = 0; p < 2; p++) { peaks[p] = median(b->flops > 0 ? products[p] : copies, rounds); }

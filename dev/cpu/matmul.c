@@ -253,7 +253,6 @@ void bench_all(void) {
 
 int main(int argc, char** argv) {
     dev_open(argc, argv, NUM_KERNELS, BF16);
-    printf("kernel 4 is %s\n", gemm_library(false));
     for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
         if (dev_runs(kernel)) { check_all(kernel); }
     }
