@@ -68,8 +68,9 @@ def main():
     README.write_files(every)
     rows, ok = README.read_table("times"), True
     for op in ops:
-        rows[op.name] = time_op(op) or rows.get(op.name, [])
-        ok = ok and rows[op.name] is not None
+        timed = time_op(op)
+        ok = ok and timed is not None
+        rows[op.name] = timed or rows.get(op.name, [])
     compiler = run([os.environ.get("CC", "cc"), "--version"])[1].splitlines()[0]
     README.write_table("times", "On %s, %s; medians in milliseconds." % (cpu_name(), compiler), HEAD, rows)
     print("wrote the tables of dev/cpu/README.md")

@@ -8,11 +8,11 @@
 //
 // kernel 1: the trainer's --optimizer simple: a pass a formula and a tensor; 44 bytes a number.
 // kernel 2: one pass, everything about a number in registers; blocks of 4096 go to the threads in turns. 28 bytes; but
-//           a thread that skips every other block begins a new stream in each of four arrays 16 KB further on, again and
-//           again, and what the hardware has fetched ahead is its neighbour's.
+//           a thread that skips every other block begins a new stream in each of four arrays 16 KB further on, again
+//           and again, and what the hardware has fetched ahead is its neighbour's.
 // kernel 3: the trainer's adamw_fused: each thread sweeps one contiguous range, over the borders of tensors.
 // kernel 4: the same with the copy in bf16 that products read (--precision bf16), rounded while the block is in L1: 30
-//           bytes. (A pass of its own would read 4 and write 2 more.)
+//           bytes. (A pass of its own would read 4 more.)
 // winner: 3 (4 with --precision bf16)
 //
 // FIGURES
@@ -69,10 +69,10 @@ void check_step(int kernel, const MoEConfig* config, const char* model, int step
     for (size_t t = 0; t < w.table.count; t++) { // the formulas, in double
         const ParamTensor* tensor = &w.table.tensors[t];
         for (size_t i = tensor->offset; i < tensor->offset + tensor->numel; i++) {
-            double g = (double)w.grads[i] * w.a.grad_scale, keep = tensor->decays ? (double)w.a.lr * w.a.weight_decay : 0;
+            double g = (double)w.grads[i] * w.a.grad_scale, decay = tensor->decays ? w.a.weight_decay : 0;
             m[i] = w.a.beta1 * (double)w.m[i] + (1 - (double)w.a.beta1) * g;
             v[i] = w.a.beta2 * (double)w.v[i] + (1 - (double)w.a.beta2) * g * g;
-            params[i] = (1 - keep) * w.params[i] -
+            params[i] = (1 - w.a.lr * decay) * w.params[i] -
                         w.a.lr * (m[i] / w.a.correction1) / (sqrt(v[i] / w.a.correction2) + (double)w.a.eps);
         }
     }

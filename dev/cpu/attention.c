@@ -2,19 +2,21 @@
 // positions doc_start[t] .. t of its row. NH/NKV query heads share a key/value head (GQA, Ainslie et al. 2023).
 //     forward:  out (N,A), lse (B,NH,T) = log-sum-exp of each row of scores;  q (B,NH,T,HD), k and v (B,NKV,T,HD)
 //     backward: d_q, d_k, d_v of d_out (N,A), with P recomputed from lse
-// 2 products forward (QK^T, PV) and 5 backward (QK^T again, dO V^T, P^T dO, dS^T Q, dS K), T x T x HD each, of which the
-// mask needs half. Bound by arithmetic; GFLOP/s below count that half, and 2 + 4 products (not the one done again).
+// 2 products forward (QK^T, PV) and 5 backward (QK^T again, dO V^T, P^T dO, dS^T Q, dS K), T x T x HD each, of which
+// the mask needs half. Bound by arithmetic; GFLOP/s count that half, and 2 + 4 products (not the one done again).
 //
 //     make build/dev_cpu/attention
 //
 // kernel 1: the formulas as loops: a head's T x T scores are written down, their softmax, the sums.
-// kernel 2: nothing is written down: the softmax is kept relative to the largest score so far, and the sum of values with
-//           it (online softmax, Milakov and Gimelshein 2018); backward goes over the keys once, with delta = rowsum(dO O)
-//           in place of rowsum(P dP) (Dao 2022). The memory is O(T); the arithmetic, and so the time, is what it was.
+// kernel 2: nothing is written down: the softmax is kept relative to the largest score so far, and the sum of values
+//           with it (online softmax, Milakov and Gimelshein 2018); backward goes over the keys once, with delta =
+//           rowsum(dO O) in place of rowsum(P dP) (Dao 2022). The memory is O(T); the arithmetic, and so the time, is
+//           what it was.
 // kernel 3: the trainer's --attention naive: each sum over a whole head is one matrix product (matmul.c), exp is
 //           exp_poly (exp.c). Half of all products are masked away afterwards, and T x T scores go through memory.
-// kernel 4: the trainer's --attention flash: 64 rows of queries at a time against the keys they can see (FlashAttention-2,
-//           Dao 2023): masked blocks are never computed, scores stay in L2, and each block is a task of its own.
+// kernel 4: the trainer's --attention flash: 64 rows of queries at a time against the keys they can see
+//           (FlashAttention-2, Dao 2023): masked blocks are never computed, scores stay in L2, and forward each block,
+//           backward each key/value head is a task of its own.
 // kernel 5: the same in bf16 (--precision bf16): P and dS are rounded for the products that read them.
 // winner: 4 (5 with --precision bf16)
 //
@@ -59,8 +61,9 @@ void attention_forward_kernel1(const Attention* a, size_t b, size_t h, float* p)
     int HD = a->s.HD;
     size_t T = a->s.T;
     const float *q = query_head(a, a->q, b, h), *k = key_head(a, a->k, b, h), *v = key_head(a, a->v, b, h);
+    float scale = 1 / sqrtf((float)HD);
     for (size_t t = 0; t < T; t++) {
-        for (size_t j = first_key(a, b, t); j <= t; j++) { p[t * T + j] = dot(q + t * HD, k + j * HD, HD) / sqrtf((float)HD); }
+        for (size_t j = first_key(a, b, t); j <= t; j++) { p[t * T + j] = dot(q + t * HD, k + j * HD, HD) * scale; }
     }
     for (size_t t = 0; t < T; t++) {
         float maximum = -INFINITY, sum = 0;
@@ -93,8 +96,9 @@ void attention_backward_kernel1(const Attention* a, size_t b, size_t h, float* p
     }
     for (size_t t = 0; t < T; t++) {
         float delta = 0;
-        for (size_t j = first_key(a, b, t); j <= t; j++) { delta += p[t * T + j] * d_s[t * T + j]; }
-        for (size_t j = first_key(a, b, t); j <= t; j++) { d_s[t * T + j] = p[t * T + j] * (d_s[t * T + j] - delta) * scale; }
+        float *p_t = p + t * T, *d_s_t = d_s + t * T;
+        for (size_t j = first_key(a, b, t); j <= t; j++) { delta += p_t[j] * d_s_t[j]; }
+        for (size_t j = first_key(a, b, t); j <= t; j++) { d_s_t[j] = p_t[j] * (d_s_t[j] - delta) * scale; }
     }
     for (size_t t = 0; t < T; t++) {
         for (size_t j = first_key(a, b, t); j <= t; j++) {
@@ -112,10 +116,11 @@ void attention_forward_kernel2(const Attention* a, size_t b, size_t h) {
     int HD = a->s.HD;
     size_t T = a->s.T;
     const float *q = query_head(a, a->q, b, h), *k = key_head(a, a->k, b, h), *v = key_head(a, a->v, b, h);
+    float scale = 1 / sqrtf((float)HD);
     for (size_t t = 0; t < T; t++) {
         float row_max = -INFINITY, row_sum = 0, acc[MOST_HD] = {0};
         for (size_t j = first_key(a, b, t); j <= t; j++) {
-            float score = dot(q + t * HD, k + j * HD, HD) / sqrtf((float)HD);
+            float score = dot(q + t * HD, k + j * HD, HD) * scale;
             if (score > row_max) { // all so far was relative to another one
                 float shrink = expf(row_max - score);
                 row_sum *= shrink;
@@ -158,11 +163,9 @@ void attention_backward_kernel2(const Attention* a, size_t b, size_t h) {
 static void forward(int kernel, const void* work) {
     const Attention* a = (const Attention*)work;
     size_t heads = a->s.B * a->s.NH, T = a->s.T;
-    if (kernel >= 3) {
-        (kernel == 3 ? attention_naive_forward : attention_flash_forward)(a->out, a->lse, a->q, a->k, a->v, a->doc_start,
-                                                                         a->scores, a->s);
-        return;
-    }
+    if (kernel == 3) { attention_naive_forward(a->out, a->lse, a->q, a->k, a->v, a->doc_start, a->scores, a->s); }
+    if (kernel >= 4) { attention_flash_forward(a->out, a->lse, a->q, a->k, a->v, a->doc_start, a->scores, a->s); }
+    if (kernel >= 3) { return; }
     #pragma omp parallel for
     for (size_t i = 0; i < heads; i++) {
         size_t b = i / a->s.NH, h = i % a->s.NH;
@@ -175,8 +178,8 @@ static void backward(int kernel, const void* work) {
     const Attention* a = (const Attention*)work;
     size_t T = a->s.T, numbers = T * a->s.HD, group = a->s.NH / a->s.NKV;
     if (kernel >= 3) {
-        (kernel == 3 ? attention_naive_backward : attention_flash_backward)(a->d_q, a->d_k, a->d_v, a->d_out, a->out, a->lse,
-                                                                           a->q, a->k, a->v, a->doc_start, a->scores, a->s);
+        (kernel == 3 ? attention_naive_backward : attention_flash_backward)(
+            a->d_q, a->d_k, a->d_v, a->d_out, a->out, a->lse, a->q, a->k, a->v, a->doc_start, a->scores, a->s);
         return;
     }
     #pragma omp parallel for
@@ -194,9 +197,13 @@ static void backward(int kernel, const void* work) {
 static Attention attention_create(AttentionShape s, bool documents, bool bf16) {
     size_t T = s.T, queries = s.B * s.NH * T * s.HD, keys = s.B * s.NKV * T * s.HD, threads = (size_t)num_threads();
     size_t scores = 2 * threads * T * (T > ATTENTION_ROWS ? T : (size_t)ATTENTION_ROWS);
-    Attention a = {s, random_floats(queries, 2, 1), random_floats(keys, 2, 2), random_floats(keys, 1, 3), fresh(queries),
-                   fresh(s.B * s.NH * T), random_floats(queries, 1, 4), fresh(queries), fresh(keys), fresh(keys),
-                   fresh(scores), NULL};
+    Attention a = {s, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    a.q = random_floats(queries, 2, 1);
+    a.k = random_floats(keys, 2, 2);
+    a.v = random_floats(keys, 1, 3);
+    a.d_out = random_floats(queries, 1, 4);
+    a.out = fresh(queries), a.lse = fresh(s.B * s.NH * T), a.scores = fresh(scores);
+    a.d_q = fresh(queries), a.d_k = fresh(keys), a.d_v = fresh(keys);
     if (documents) {
         a.doc_start = (int*)dev_alloc(s.B * T * sizeof(int));
         for (size_t i = 0; i < s.B * T; i++) { // lengths of all kinds, a new one about every seventh token
@@ -221,7 +228,8 @@ static void reference_row(const Attention* a, Reference* r, size_t b, size_t h, 
     // one query, forward and backward, in double
     size_t HD = (size_t)a->s.HD, T = a->s.T, first = first_key(a, b, t), at_q = ((b * a->s.NH + h) * T + t) * HD;
     size_t at_k = (size_t)(key_head(a, a->k, b, h) - a->k), at_out = (size_t)(token_head(a, a->out, b, t, h) - a->out);
-    double *p = (double*)callocCheck(2 * T, sizeof(double)), *d_p = p + T, scale = 1 / sqrt((double)HD), sum = 0, delta = 0;
+    double *p = (double*)callocCheck(2 * T, sizeof(double)), *d_p = p + T;
+    double scale = 1 / sqrt((double)HD), sum = 0, delta = 0;
     for (size_t j = first; j <= t; j++) {
         for (size_t i = 0; i < HD; i++) { p[j] += (double)a->q[at_q + i] * a->k[at_k + j * HD + i] * scale; }
         sum += exp(p[j]); // scores of these inputs are far from overflow in double
@@ -273,7 +281,7 @@ void check_all(int kernel) {
     for (int documents = 0; documents < 2; documents++) {
         check_shape(kernel, (AttentionShape){1, 1, 1, 1, 8}, documents); // one token
         check_shape(kernel, (AttentionShape){3, 2, 2, 1, 24}, documents);
-        check_shape(kernel, (AttentionShape){2, 63, 8, 1, 16}, documents); // one row less than a block, one head for all
+        check_shape(kernel, (AttentionShape){2, 63, 8, 1, 16}, documents); // a row less than a block; a head for all
         check_shape(kernel, (AttentionShape){1, 64, 4, 4, 64}, documents);
         check_shape(kernel, (AttentionShape){2, 65, 4, 2, 40}, documents); // one more
         check_shape(kernel, (AttentionShape){1, 200, 2, 2, 128}, documents);

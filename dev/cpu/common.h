@@ -190,15 +190,15 @@ static inline void check_results(const Result* results, int count, int kernel, d
 
 typedef struct {
     char what[64];
-    int first, winner;    // kernels before `first` would take too long at this shape; winner: the trainer's
-    double flops, bytes;  // what the operation must compute or move; one of them is 0
+    int first, winner;   // kernels before `first` would take too long at this shape; winner: the trainer's
+    double flops, bytes; // what the operation must compute or move; one of them is 0
     void (*run)(int kernel, const void* work);
-    void (*prepare)(const void* work);   // not timed, before each run; may be NULL
-    const void *work, *work_bf16;        // arrays; the second for the kernel whose products read bf16
+    void (*prepare)(const void* work); // not timed, before each run; may be NULL
+    const void *work, *work_bf16;      // arrays; the second for the kernel whose products read bf16
 } Bench;
 
 static inline double dev_clock_us(void) {
-    // by the clock on the wall; one thread alone has a better one, the processor's, which stops while others use the core
+    // by the clock on the wall; one thread alone has a better one, the processor's, which stops while others have it
     return num_threads() == 1 ? cpu_seconds_of_mine() * 1e6 : profiler_clock_us();
 }
 

@@ -11,8 +11,8 @@
 // kernel 2: exp_poly in place of expf: plain C that becomes vectors (exp.c). Same passes.
 // kernel 3: two passes: the sum is kept relative to the largest logit so far (online softmax, Milakov and Gimelshein
 //           2018), a block of 4096 at a time so that there are still vectors. One read less, of a row that is in L2.
-// kernel 4: the trainer's cross_entropy_row: three passes again, but the exponentials stay where the logits were, so that
-//           each is computed once; the last pass only scales.
+// kernel 4: the trainer's cross_entropy_row: three passes again, but the exponentials stay where the logits were, so
+//           that each is computed once; the last pass only scales.
 // winner: 4
 //
 // FIGURES

@@ -5,9 +5,9 @@
 //
 // kernel 1: expf of the C library. Right to the last bit but rarely, and a call for each number: glibc offers vectors
 //           only under -ffast-math, which would also let the compiler assume that there are no NaNs.
-// kernel 2: e^x = 2^n 2^f with x log2(e) = n + f, |f| <= 1/2: n goes into the exponent bits, 2^f is a Taylor polynomial.
-//           Plain C without a branch, so the compiler makes vectors of it. But x log2(e) is rounded before n is taken
-//           from it: at x = 87 its fraction has lost 7 bits.
+// kernel 2: e^x = 2^n 2^f with x log2(e) = n + f, |f| <= 1/2: n goes into the exponent bits, 2^f is a Taylor
+//           polynomial. Plain C without a branch, so the compiler makes vectors of it. But x log2(e) is rounded before
+//           n is taken from it: at x = 87 its fraction has lost 7 bits.
 // kernel 3: the trainer's exp_poly: n as before, then f = x - n ln2 with ln2 in two parts, the first so short that its
 //           product with n is exact (Cody and Waite 1980): nothing is lost. One degree more, one multiply-add more.
 // winner: 3

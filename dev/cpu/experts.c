@@ -1,18 +1,18 @@
-// experts.c: the experts of an MoE layer, once the router has chosen: each is a small SwiGLU MLP (Shazeer 2020), and each
-// token goes to K of E.
+// experts.c: the experts of an MoE layer, once the router has chosen: each is a small SwiGLU MLP (Shazeer 2020), and
+// each token goes to K of E.
 //     forward:  for token n and its k-th expert e: x = inp[n,:];  act = silu(gate_proj[e] x) * (up_proj[e] x);
 //               out[n,:] = sum over k of router_weights[n,k] * down_proj[e] act
-//     backward: of d_out (N,C): d_inp (N,C), d_router_weights (N,K), and the gradients of the weights, which are written
-// gate_up_proj (E,2F,C) has gate and up, down_proj is (E,C,F). Slots are sorted by expert into R = N*K rows (route_rows),
-// no token is dropped: an expert may have none or all of them. 6RCF operations forward, 12RCF backward: bound by
-// arithmetic, if an expert's weights are read once for all of its rows.
+//     backward: of d_out (N,C): d_inp (N,C), d_router_weights (N,K), and the weights' gradients, which are written
+// gate_up_proj (E,2F,C) has gate and up, down_proj is (E,C,F). Slots are sorted by expert into R = N*K rows
+// (route_rows), no token is dropped: an expert may have none or all of them. 6RCF operations forward, 12RCF backward:
+// bound by arithmetic, if an expert's weights are read once for all of its rows.
 //
 //     make build/dev_cpu/experts
 //
 // kernel 1: row by row: the trainer's functions for an expert, with one row each. Products of a matrix and a vector, so
 //           the weights come from memory (or L3) for each row: 6CF numbers for 6CF operations.
-// kernel 2: the trainer's --experts loop: expert by expert, all of its rows at once; each product on all threads. With
-//           few rows an expert the threads wait for each other more than they compute.
+// kernel 2: the trainer's --experts loop: expert by expert, all of its rows at once; each product on all threads,
+//           which wait for each other at its end: often, where an expert has few rows.
 // kernel 3: the trainer's --experts grouped: an expert a thread, the one with most rows first, each product on one core,
 //           gather and SwiGLU while the rows are in the cache. (Where one expert has more than a thread's fair share of
 //           the rows, the trainer takes kernel 2's way.)
@@ -87,8 +87,8 @@ static void backward(int kernel, const void* work) {
     if (kernel == 1) {
         experts_backward_kernel1(x);
     } else {
-        experts_backward(&x->acts, &x->d_w, &x->a, &x->w, kernel == 2 ? EXPERTS_LOOP : EXPERTS_GROUPED, x->E, x->K, x->C,
-                         x->F, 0);
+        experts_backward(&x->acts, &x->d_w, &x->a, &x->w, kernel == 2 ? EXPERTS_LOOP : EXPERTS_GROUPED, x->E, x->K,
+                         x->C, x->F, 0);
     }
     permute_backward(x->d_inp, x->acts.d_expert_in, x->a.slot_row, x->N, x->K, x->C);
 }
@@ -107,7 +107,8 @@ static void choose_experts(int* indices, size_t N, int E, int K, enum Load load)
 }
 
 static Experts experts_create(size_t N, size_t C, size_t F, int E, int K, enum Load load, bool bf16) {
-    size_t R = N * K, gate_up = E * 2 * F * C, down = E * C * F, room = R + 1; // an expert without rows may be the last
+    size_t R = N * K, gate_up = E * 2 * F * C, down = E * C * F;
+    size_t room = R + 1; // an expert without rows at the end still has a place
     Experts x;
     memset(&x, 0, sizeof(x));
     x.N = N, x.C = C, x.F = F, x.E = E, x.K = K;
@@ -123,13 +124,14 @@ static Experts experts_create(size_t N, size_t C, size_t F, int E, int K, enum L
     int* ints = (int*)dev_alloc((3 * R + 3 * (size_t)E + 1) * sizeof(int));
     a->router_indices = ints, a->row_slot = ints + R, a->slot_row = ints + 2 * R, a->tokens_per_expert = ints + 3 * R;
     a->expert_offsets = a->tokens_per_expert + E, a->expert_order = a->expert_offsets + E + 1;
-    a->expert_in = fresh(room * C), a->expert_out = fresh(room * C), a->gate_up = fresh(room * 2 * F), a->expert_act = fresh(room * F);
+    a->expert_in = fresh(room * C), a->expert_out = fresh(room * C);
+    a->gate_up = fresh(room * 2 * F), a->expert_act = fresh(room * F);
     x.acts.d_residual = random_floats(N * C, 1, 5);
     x.acts.d_expert_out = fresh(room * C), x.acts.d_expert_in = fresh(room * C), x.acts.d_router_weights = fresh(R);
     x.acts.d_gate_up = fresh(room * 2 * F), x.acts.d_expert_act = fresh(room * F);
     choose_experts(a->router_indices, N, E, K, load);
-    route_rows(a->tokens_per_expert, a->expert_offsets, a->expert_order, a->row_slot, a->slot_row, a->router_indices, N, E,
-               K);
+    route_rows(a->tokens_per_expert, a->expert_offsets, a->expert_order, a->row_slot, a->slot_row, a->router_indices, N,
+               E, K);
     if (bf16) { // what goes into products
         in_bf16(x.w.gate_up_proj, gate_up);
         in_bf16(x.w.down_proj, down);
@@ -207,7 +209,7 @@ void check_all(int kernel) {
     check_shape(kernel, 130, 64, 48, 16, 2, EVEN);
     check_shape(kernel, 64, 40, 32, 1, 1, ALL); // a dense layer in disguise
     if (!dev_benchmarks()) { return; }
-    check_shape(kernel, 256, 256, 256, 8, 2, EVEN); // a quarter of S's tokens, then few of the others': plain loops in double
+    check_shape(kernel, 256, 256, 256, 8, 2, EVEN); // S, M, SEED1 with few tokens: the reference is loops
     check_shape(kernel, 64, 512, 512, 16, 2, EVEN);
     check_shape(kernel, 32, 896, 512, 16, 2, EVEN);
 }

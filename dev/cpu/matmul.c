@@ -119,6 +119,8 @@ typedef struct {
     size_t M, N, K;
 } Form;
 
+static const char* form_name(Form f) { return f.trans_a ? (f.trans_b ? "TT" : "TN") : (f.trans_b ? "NT" : "NN"); }
+
 typedef struct {
     Form form;
     size_t lda, ldb, ldc;
@@ -175,8 +177,8 @@ void check_form(int kernel, Form f, size_t pad, float beta, size_t step) {
         want[count] = j < f.N ? product_element(&p, i, j, beta) : p.c[at];
     }
     // fp32 sums of K products, in any order: their errors grow like sqrt(K)
-    check_near(got, want, count, 6e-8 * sqrt((double)f.K + 16), "kernel %d, %c%c, M %zu N %zu K %zu, rows + %zu, beta %g",
-               kernel, f.trans_a ? 'T' : 'N', f.trans_b ? 'T' : 'N', f.M, f.N, f.K, pad, beta);
+    check_near(got, want, count, 6e-8 * sqrt((double)f.K + 16), "kernel %d, %s, M %zu N %zu K %zu, rows + %zu, beta %g",
+               kernel, form_name(f), f.M, f.N, f.K, pad, beta);
     free_arrays();
 }
 
@@ -243,8 +245,7 @@ void bench_all(void) {
             Product p = product_create(f, 0, false), q = product_create(f, 0, dev_runs(BF16));
             b.work = &p;
             b.work_bf16 = &q;
-            snprintf(b.what, sizeof(b.what), "%s %s %c%c", sizes[s].name, names[i / 3], f.trans_a ? 'T' : 'N',
-                     f.trans_b ? 'T' : 'N');
+            snprintf(b.what, sizeof(b.what), "%s %s %s", sizes[s].name, names[i / 3], form_name(f));
             bench(&b);
             free_arrays();
         }

@@ -11,11 +11,11 @@
 //
 // kernel 1: a pass for each formula over the whole arrays; the weight's gradient column by column, so that no two
 //           threads meet. Arrays come from memory each time, and a column's numbers lie C apart.
-// kernel 2: row by row, everything about a row while it is in the cache; each thread sums its own d_weight, and they are
-//           added up at the end. But the sum of a row is still taken in order, a number each 4 cycles; and how rows are
-//           grouped in d_weight depends on the number of threads, so its last bits do.
-// kernel 3: the trainer's: row sums in lanes (omp simd reduction); d_weight in 64 blocks of rows, whoever computes them,
-//           added in one order: the same bits for any number of threads.
+// kernel 2: row by row, everything about a row while it is in the cache; each thread sums its own d_weight, and they
+//           are added up at the end. But the sum of a row is still taken in order, a number each 4 cycles; and how rows
+//           are grouped in d_weight depends on the number of threads, so its last bits do.
+// kernel 3: the trainer's: row sums in lanes (omp simd reduction); d_weight in 64 blocks of rows, whoever computes
+//           them, added in one order: the same bits for any number of threads.
 // winner: 3
 //
 // FIGURES
@@ -92,7 +92,7 @@ void rmsnorm_forward_kernel2(const Norm* r) {
     for (size_t n = 0; n < r->N; n++) {
         const float* x = (r->branch ? r->residual : r->inp) + n * C;
         float sum = 0;
-        for (size_t c = 0; c < C && r->branch; c++) { r->residual[n * C + c] = r->inp[n * C + c] + r->branch[n * C + c]; }
+        for (size_t i = n * C; i < (n + 1) * C && r->branch; i++) { r->residual[i] = r->inp[i] + r->branch[i]; }
         for (size_t c = 0; c < C; c++) { sum += x[c] * x[c]; }
         r->rstd[n] = 1 / sqrtf(sum / (float)C + eps);
         for (size_t c = 0; c < C; c++) { r->out[n * C + c] = x[c] * r->rstd[n] * r->weight[c]; }
@@ -138,8 +138,8 @@ static void backward(int kernel, const void* work) {
 }
 
 static Norm norm_create(size_t N, size_t C, bool branch, float beta) {
-    Norm r = {N, C, beta, fresh(N * C), fresh(N * C), fresh(N), random_floats(N * C, 2, 1), NULL, NULL, NULL, NULL, NULL,
-              NULL};
+    Norm r = {N, C, beta, fresh(N * C), fresh(N * C), fresh(N), NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    r.inp = random_floats(N * C, 2, 1);
     r.branch = branch ? random_floats(N * C, 1, 2) : NULL;
     r.weight = random_floats(C, 2, 3);
     r.d_residual = beta == 0 ? fresh(N * C) : random_floats(N * C, 1, 4);
