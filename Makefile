@@ -288,7 +288,7 @@ $(BUILD)/dev_cpu/%: dev/cpu/%.c dev/cpu/common.h dev/bench/turns.h train_moe_cpu
 	@mkdir -p $(BUILD)/dev_cpu
 	$(CC) $(CFLAGS) $(C_FLAGS) $(GEMM_FLAGS) $< -o $@ $(GEMM_LIBS) $(LIBS) $(LDFLAGS)
 
-bench-cpu-ops: all
+bench-cpu-ops: found
 	@CC="$(CC)" python3 dev/bench/bench_cpu_ops.py $(ONLY)
 
 # the ladder (dev/bench/ladder.py): what each switch brings on this machine. TRAINER=cpu|gpu|emu MODEL=demo MINUTES=10 AGAINST=old.json

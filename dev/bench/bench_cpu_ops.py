@@ -42,8 +42,8 @@ def table_rows(op, out):
 
 def machine_of(out):
     """What a program says at its end about threads and neighbours."""
-    threads, others = re.search(r"(\d+) threads, .* others used ([\d.]+|-?nan) cores", out).groups()
-    return "%s thread%s, others %s cores" % (threads, "" if threads == "1" else "s", others)
+    threads, others = re.search(r"(\d+ threads?), .* others used ([\d.]+|-?nan) cores", out).groups()
+    return "%s, others %s cores" % (threads, others)
 
 
 def time_op(op):

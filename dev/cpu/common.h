@@ -51,8 +51,8 @@ static inline bool dev_benchmarks(void) { return !dev_only_check; }
 
 static inline int dev_close(void) {
     if (dev_benchmarks()) {
-        printf("%d threads, products by %s; others used %.2f cores\n", num_threads(), gemm_library(false),
-               neighbours_cores(dev_neighbours));
+        printf("%d thread%s, products by %s; others used %.2f cores\n", num_threads(), num_threads() == 1 ? "" : "s",
+               gemm_library(false), neighbours_cores(dev_neighbours));
     }
     printf("%d passed, %d failed\n", checks_passed, checks_failed);
     return checks_failed > 0;
@@ -185,8 +185,8 @@ static inline void check_results(const Result* results, int count, int kernel, d
 }
 
 // ----------------------------------------------------------------------------
-// timing. In a round each kernel runs once, in alternating order, so that all meet the same noise; before each a large
-// copy empties the caches, and is the measure of bandwidth; a 1536^3 product in the round is that of arithmetic.
+// timing. In a round each kernel runs once, in alternating order, so that all meet the same noise; before each, a sweep
+// over a large array empties the caches and is the measure of bandwidth; a 1536^3 product is that of arithmetic.
 
 typedef struct {
     char what[64];
@@ -202,20 +202,19 @@ static inline double dev_clock_us(void) {
     return num_threads() == 1 ? cpu_seconds_of_mine() * 1e6 : profiler_clock_us();
 }
 
-static inline double copy_rate(void) {
-    // bytes per second of a copy that no cache holds, read and written bytes counted
-    enum { BYTES = 64 << 20, CHUNK = 1 << 20 };
-    static char *from = NULL, *to = NULL;
-    if (!from) {
-        from = (char*)arena_alloc(BYTES);
-        to = (char*)arena_alloc(BYTES);
-        zero_real((real*)from, BYTES / sizeof(real));
-        zero_real((real*)to, BYTES / sizeof(real));
+static inline double memory_rate(void) {
+    // bytes per second of a sweep that changes each number of an array in place, read and written bytes counted. (Of a
+    // copy it would be unclear how many there are: most processors read what they are about to write over.)
+    enum { COUNT = 32 << 20 }; // 128 MiB: more than the caches hold, which it empties of all else
+    static float* x = NULL;
+    if (!x) {
+        x = (float*)arena_alloc(COUNT * sizeof(float));
+        zero_real(x, COUNT);
     }
     double begin = dev_clock_us();
-    #pragma omp parallel for schedule(static)
-    for (int i = 0; i < BYTES / CHUNK; i++) { memcpy(to + (size_t)i * CHUNK, from + (size_t)i * CHUNK, CHUNK); }
-    return 2.0 * BYTES / (dev_clock_us() - begin) * 1e6;
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < COUNT; i++) { x[i] = 1 - x[i]; }
+    return 2.0 * COUNT * sizeof(float) / (dev_clock_us() - begin) * 1e6;
 }
 
 enum { MOST_ROUNDS = 31, MOST_KERNELS = 8 };
@@ -232,13 +231,13 @@ static inline double run_us(const Bench* b, int kernel) {
 static inline void bench_line(const Bench* b, int kernel, double ms, double winner_ms, double peak) {
     double rate = (b->flops > 0 ? b->flops : b->bytes) / ms * 1e3;
     printf("bench %s kernel %d: %.4f ms, %.1f %s/s = %.1f %% of %s %.1f", b->what, kernel, ms, rate / 1e9,
-           b->flops > 0 ? "GFLOP" : "GB", 100 * rate / peak, b->flops > 0 ? "GEMM" : "copy", peak / 1e9);
+           b->flops > 0 ? "GFLOP" : "GB", 100 * rate / peak, b->flops > 0 ? "GEMM" : "memory", peak / 1e9);
     if (winner_ms > 0) { printf(", %.2f times as long as the trainer's", ms / winner_ms); }
     printf("\n");
 }
 
 static inline void bench(const Bench* b) {
-    static double ms[MOST_KERNELS + 1][MOST_ROUNDS], products[2][MOST_ROUNDS], copies[MOST_ROUNDS];
+    static double ms[MOST_KERNELS + 1][MOST_ROUNDS], products[2][MOST_ROUNDS], sweeps[MOST_ROUNDS];
     double medians[MOST_KERNELS + 1] = {0}, peaks[2] = {0};
     double begin = profiler_clock_us();
     int rounds = 0;
@@ -249,14 +248,14 @@ static inline void bench(const Bench* b) {
         for (int i = 1; i <= dev_num_kernels; i++) {
             int kernel = round % 2 == 0 ? i : dev_num_kernels + 1 - i;
             if (kernel < b->first || !dev_runs(kernel)) { continue; }
-            copies[r] = copy_rate();
+            sweeps[r] = memory_rate();
             ms[kernel][r] = run_us(b, kernel) / 1e3;
         }
         if (b->flops > 0) { products[0][r] = product_rate(false, dev_clock_us); }
         if (b->flops > 0 && any_bf16) { products[1][r] = product_rate(true, dev_clock_us); }
         rounds = r + 1;
     }
-    for (int p = 0; p < 2; p++) { peaks[p] = median(b->flops > 0 ? products[p] : copies, rounds); }
+    for (int p = 0; p < 2; p++) { peaks[p] = median(b->flops > 0 ? products[p] : sweeps, rounds); }
     for (int kernel = b->first; kernel <= dev_num_kernels; kernel++) {
         if (dev_runs(kernel)) { medians[kernel] = median(ms[kernel], rounds); }
     }

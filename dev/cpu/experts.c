@@ -13,9 +13,9 @@
 //           the weights come from memory (or L3) for each row: 6CF numbers for 6CF operations.
 // kernel 2: the trainer's --experts loop: expert by expert, all of its rows at once; each product on all threads,
 //           which wait for each other at its end: often, where an expert has few rows.
-// kernel 3: the trainer's --experts grouped: an expert a thread, the one with most rows first, each product on one core,
-//           gather and SwiGLU while the rows are in the cache. (Where one expert has more than a thread's fair share of
-//           the rows, the trainer takes kernel 2's way.)
+// kernel 3: the trainer's --experts grouped: an expert a thread, the one with most rows first; each product is one
+//           thread's, as are gather and SwiGLU, while the rows are in its cache. (Where one expert has more than a
+//           thread's fair share of the rows, the trainer takes kernel 2's way.)
 // kernel 4: the same in bf16 (--precision bf16): who writes an operand rounds it.
 // winner: 3 (4 with --precision bf16)
 //

@@ -11,7 +11,7 @@
 // kernel 1: three loops, a sum at a time. Each multiply-add waits for the one before (4 cycles), on one lane of 16.
 // kernel 2: the trainer's gemm_naive, which runs where no library was found: the inner loop goes over neighbours in
 //           memory and is cut into vectors. Now the loads are too many: one or two for each multiply-add.
-// kernel 3: tiles: 8 x 32 sums stay in registers while K goes by, 2 + 8 loads for 16 multiply-adds of vectors; blocks
+// kernel 3: tiles: 8 x 16 sums stay in registers while K goes by, so that 8 + 16 loads do for 128 multiply-adds; blocks
 //           of a and b are copied (packed) into the order in which they are read, so that any op reads alike.
 // kernel 4: the trainer's gemm: a library (oneDNN or a BLAS), whose kernels are written for the processor that is here.
 // kernel 5: the same with operands in bf16 (--precision bf16): half the bytes, two products a lane; sums are fp32.
@@ -42,7 +42,7 @@ void gemm_kernel1(bool trans_a, bool trans_b, size_t M, size_t N, size_t K, cons
 // ----------------------------------------------------------------------------
 // kernel 3
 
-enum { TILE_ROWS = 8, TILE_COLS = 32, BLOCK = 256 }; // a task owns a block of c, BLOCK x BLOCK; so do its steps along K
+enum { TILE_ROWS = 8, TILE_COLS = 16, BLOCK = 256 }; // a task owns a block of c, BLOCK x BLOCK; so do its steps along K
 
 static void pack(float* out, const float* x, size_t rows, size_t K, size_t row_step, size_t k_step, size_t group) {
     // out [rows/group][K][group] = x[row,k], the last group filled up with zeros. Memory is read along its rows.
@@ -81,7 +81,7 @@ static size_t at_most(size_t n, size_t most) { return n < most ? n : most; }
 
 static void block_product(float* c, size_t ldc, size_t rows, size_t cols, const float* a, const float* b, size_t K,
                           float beta) {
-    // of two packed blocks: a panel of b (32 KB) stays in L1 while all rows of a pass by
+    // of two packed blocks: a panel of b (16 KB) stays in L1 while all rows of a pass by
     for (size_t j = 0; j < cols; j += TILE_COLS) {
         for (size_t i = 0; i < rows; i += TILE_ROWS) {
             tile_product(c + i * ldc + j, ldc, at_most(rows - i, TILE_ROWS), at_most(cols - j, TILE_COLS), a + i * K,
