@@ -67,12 +67,13 @@ def main():
         sys.exit("bench_cpu_ops.py: error: no file of dev/cpu has %s in its name" % " or ".join(words))
     README.write_files(every)
     rows, ok = README.read_table("times"), True
+    compiler = run([os.environ.get("CC", "cc"), "--version"])[1].splitlines()[0]
+    note = "On %s, %s; medians in milliseconds." % (cpu_name(), compiler)
     for op in ops:
         timed = time_op(op)
         ok = ok and timed is not None
         rows[op.name] = timed or rows.get(op.name, [])
-    compiler = run([os.environ.get("CC", "cc"), "--version"])[1].splitlines()[0]
-    README.write_table("times", "On %s, %s; medians in milliseconds." % (cpu_name(), compiler), HEAD, rows)
+        README.write_table("times", note, HEAD, rows)
     print("wrote the tables of dev/cpu/README.md")
     return 0 if ok else 1
 

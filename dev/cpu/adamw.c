@@ -15,7 +15,8 @@
 //           bytes. (A pass of its own would read 4 more.)
 // winner: 3 (4 with --precision bf16)
 //
-// FIGURES
+// One core of a Zen 4, the 99M parameters of M, kernel 1 to 4: 117, 64, 66, 81 ms. One thread has nobody to take turns
+// with, so there 2 and 3 are alike.
 #include "common.h"
 
 enum { NUM_KERNELS = 4, BF16 = 4 };

