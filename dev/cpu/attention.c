@@ -203,8 +203,8 @@ static Attention attention_create(AttentionShape s, bool documents, bool bf16) {
     a.k = random_floats(keys, 2, 2);
     a.v = random_floats(keys, 1, 3);
     a.d_out = random_floats(queries, 1, 4);
-    a.out = fresh(queries), a.lse = fresh(s.B * s.NH * T), a.scores = fresh(scores);
-    a.d_q = fresh(queries), a.d_k = fresh(keys), a.d_v = fresh(keys);
+    a.out = fresh(queries); a.lse = fresh(s.B * s.NH * T); a.scores = fresh(scores);
+    a.d_q = fresh(queries); a.d_k = fresh(keys); a.d_v = fresh(keys);
     if (documents) {
         a.doc_start = (int*)dev_alloc(s.B * T * sizeof(int));
         for (size_t i = 0; i < s.B * T; i++) { // lengths of all kinds, a new one about every seventh token
@@ -308,11 +308,4 @@ void bench_all(void) {
     }
 }
 
-int main(int argc, char** argv) {
-    dev_open(argc, argv, NUM_KERNELS, BF16);
-    for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
-        if (dev_runs(kernel)) { check_all(kernel); }
-    }
-    if (dev_benchmarks()) { bench_all(); }
-    return dev_close();
-}
+int main(int argc, char** argv) { return dev_main(argc, argv, NUM_KERNELS, BF16, check_all, bench_all); }

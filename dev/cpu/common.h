@@ -8,11 +8,7 @@
 #include "../bench/turns.h"
 
 // ----------------------------------------------------------------------------
-// the command line: ./op, ./op 3, ./op --check. A main is
-//     dev_open(argc, argv, NUM_KERNELS, 0);
-//     for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) { if (dev_runs(kernel)) { check_all(kernel); } }
-//     if (dev_benchmarks()) { bench_all(); }
-//     return dev_close();
+// the command line: ./op, ./op 3, ./op --check. dev_main is all of a main.
 
 static int dev_only = 0; // 0: all kernels
 static bool dev_only_check = false;
@@ -49,8 +45,14 @@ static inline bool dev_runs(int kernel) {
 }
 static inline bool dev_benchmarks(void) { return !dev_only_check; }
 
-static inline int dev_close(void) {
+static inline int dev_main(int argc, char** argv, int num_kernels, int bf16_kernel, void (*check_all)(int kernel),
+                           void (*bench_all)(void)) {
+    dev_open(argc, argv, num_kernels, bf16_kernel);
+    for (int kernel = 1; kernel <= num_kernels; kernel++) {
+        if (dev_runs(kernel)) { check_all(kernel); }
+    }
     if (dev_benchmarks()) {
+        bench_all();
         printf("%d thread%s, products by %s; others used %.2f cores\n", num_threads(), num_threads() == 1 ? "" : "s",
                gemm_library(false), neighbours_cores(dev_neighbours));
     }

@@ -211,11 +211,4 @@ void bench_all(void) {
     }
 }
 
-int main(int argc, char** argv) {
-    dev_open(argc, argv, NUM_KERNELS, 0);
-    for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
-        if (dev_runs(kernel)) { check_all(kernel); }
-    }
-    if (dev_benchmarks()) { bench_all(); }
-    return dev_close();
-}
+int main(int argc, char** argv) { return dev_main(argc, argv, NUM_KERNELS, 0, check_all, bench_all); }
