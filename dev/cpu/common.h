@@ -244,6 +244,7 @@ static inline void bench(const Bench* b) {
     double begin = profiler_clock_us();
     int rounds = 0;
     bool any_bf16 = dev_bf16_kernel > 0 && dev_runs(dev_bf16_kernel);
+    if (dev_only > 0 && dev_only < b->first) { return; }
     for (int round = -1; round < 3 || (round < MOST_ROUNDS && profiler_clock_us() - begin < 2e6); round++) {
         int r = round < 0 ? 0 : round; // round -1 warms up
         if (round == 0) { begin = profiler_clock_us(); }
