@@ -70,7 +70,7 @@ C_FLAGS := -std=c11 $(WARN) -I. -fno-math-errno $(OPENMP_FLAGS) $(TEXT_FLAGS)
 LIBS := -lcjson $(TEXT_LIBS) -lm -lpthread
 HEADERS := $(wildcard llmc/*.h llmc/*.cuh)
 
-.PHONY: all demo test test-deps test-long test-hf bench-cpu ladder run-ladder deps found clean help train-demo test-run
+.PHONY: all demo test test-deps test-long test-hf bench-cpu bench-cpu-ops ladder run-ladder deps found clean help train-demo test-run
 .PHONY: test_moe test_moe_emu bench deps-cuda deps-cudnn found-gpu found-emu
 
 all: found train_moe_cpu
@@ -279,9 +279,17 @@ bench-cpu: all $(BUILD)/bench_cpu
 	@$(BUILD)/bench_cpu $(SIZES)
 	@HF_PYTHON=$(HF_PYTHON) python3 dev/bench/compare_cpu.py $(SIZES) $(BENCH)
 
-$(BUILD)/bench_cpu: dev/bench/bench_cpu.c train_moe_cpu.c $(HEADERS) $(BUILD)/flags
+$(BUILD)/bench_cpu: dev/bench/bench_cpu.c dev/bench/turns.h train_moe_cpu.c $(HEADERS) $(BUILD)/flags
 	@mkdir -p $(BUILD)
 	$(CC) $(CFLAGS) $(C_FLAGS) $(GEMM_FLAGS) $< -o $@ $(GEMM_LIBS) $(LIBS) $(LDFLAGS)
+
+# an operation of the CPU trainer alone, as in make build/dev_cpu/attention; all of them, timed
+$(BUILD)/dev_cpu/%: dev/cpu/%.c dev/cpu/common.h dev/bench/turns.h train_moe_cpu.c $(HEADERS) $(BUILD)/flags
+	@mkdir -p $(BUILD)/dev_cpu
+	$(CC) $(CFLAGS) $(C_FLAGS) $(GEMM_FLAGS) $< -o $@ $(GEMM_LIBS) $(LIBS) $(LDFLAGS)
+
+bench-cpu-ops: found
+	@CC="$(CC)" python3 dev/bench/bench_cpu_ops.py $(ONLY)
 
 # the ladder (dev/bench/ladder.py): what each switch brings on this machine. TRAINER=cpu|gpu|emu MODEL=demo MINUTES=10 AGAINST=old.json
 ladder: deps
@@ -307,6 +315,7 @@ help:
 	@grep -E '^# make' Makefile
 	@echo "# make test_moe          tests train_moe.cu on the GPU that is here        make test_moe_emu   the same in the emulator"
 	@echo "# make build/dev/NAME    one file of dev/cuda: on a GPU if there is one, else in the emulator       make bench   times them all"
+	@echo "# make build/dev_cpu/NAME    one file of dev/cpu: an operation of train_moe_cpu                    make bench-cpu-ops   times them all"
 	@echo "# make deps    installs the libraries (apt, as root or with sudo), or says which ones are missing"
 	@echo "# make deps-cuda (nvcc, cuBLAS, NCCL from PyPI), make deps-cudnn (for USE_CUDNN=1)"
 	@echo "# make test-long, make test-hf (needs torch and transformers), make bench-cpu, make clean"

@@ -4,65 +4,13 @@
 //   build/bench_cpu turn SIZE PRECISION STEPS       for compare_cpu.py: one step to warm up, then STEPS; a line each, milliseconds
 #define TESTING
 #include "../../train_moe_cpu.c"
-
-typedef struct { const char* name; int hidden, layers, heads, experts, ffn, vocab; size_t B, T; } BenchSize;
-
-static const BenchSize sizes[] = {
-    {"S", 256, 4, 4, 8, 256, 4096, 4, 256},
-    {"M", 512, 6, 8, 16, 512, 16384, 4, 512},
-    {"SEED1", 896, 12, 16, 16, 512, 151936, 1, 512}, // smol-500m
-};
-enum { NUM_SIZES = sizeof(sizes) / sizeof(sizes[0]) };
-
-static int compare_doubles(const void* a, const void* b) {
-    double x = *(const double*)a, y = *(const double*)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double* x, int n) {
-    qsort(x, (size_t)n, sizeof(double), compare_doubles);
-    return n % 2 ? x[n / 2] : 0.5 * (x[n / 2 - 1] + x[n / 2]);
-}
-
-static double product_rate(bool bf16) {
-    // FLOP/s of one 1536^3 product, all threads
-    enum { SIZE = 1536 };
-    static real* memory = NULL;
-    if (!memory) {
-        memory = (real*)arena_alloc(3 * SIZE * SIZE * sizeof(real));
-        for (size_t i = 0; i < 3 * SIZE * SIZE; i++) { memory[i] = (real)(i % 7) - 3; }
-        if (bf16_product_missing() == NULL) { bf16_copy_add(memory, 2 * SIZE * SIZE, false); }
-        to_bf16_all(memory, 2 * SIZE * SIZE);
-    }
-    double begin = profiler_clock_us();
-    (bf16 ? gemm : gemm_fp32)(false, true, SIZE, SIZE, SIZE, memory, SIZE, memory + SIZE * SIZE, SIZE, 0, memory + 2 * SIZE * SIZE, SIZE);
-    return 2.0 * SIZE * SIZE * SIZE / (profiler_clock_us() - begin) * 1e6;
-}
-
-static double cpu_seconds_of_all(void) {
-    // processor time that this machine has spent on anything, from /proc/stat (user, nice, system, irq, softirq, steal)
-    unsigned long long t[8] = {0};
-    FILE* fp = fopen("/proc/stat", "r");
-    if (!fp) { return NAN; }
-    int n = fscanf(fp, "cpu %llu %llu %llu %llu %llu %llu %llu %llu", &t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7]);
-    fclose(fp);
-    return n == 8 ? (double)(t[0] + t[1] + t[2] + t[5] + t[6] + t[7]) / (double)sysconf(_SC_CLK_TCK) : NAN;
-}
-
-static double cpu_seconds_of_mine(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
+#include "turns.h"
 
 // a model of that size, its batch, and a step of both
 typedef struct { Model model; Options opt; Profiler profiler; Microbatch mb; int *tokens, steps; } Bench;
 
 static void bench_create(Bench* b, const BenchSize* size, bool bf16) {
-    MoEConfig c;
-    config_preset(&c, "smol-500m");
-    c.hidden_size = size->hidden; c.num_hidden_layers = size->layers; c.num_attention_heads = c.num_key_value_heads = size->heads;
-    c.num_experts = size->experts; c.moe_intermediate_size = size->ffn; c.vocab_size = size->vocab; c.eos_token_id = c.bos_token_id = -1;
+    MoEConfig c = bench_config(size);
     Switches switches = {ATTENTION_FLASH, EXPERTS_GROUPED, true, 0, 0, bf16};
     memset(b, 0, sizeof(*b));
     options_defaults(&b->opt, PROGRAM_CPU);
@@ -98,13 +46,13 @@ static void bench(const BenchSize* size, bool bf16, int steps) {
     const ParamTable* table = &b.model.table;
     double flop = (double)N * model_flops_per_token(table->num_matmul_active, c->num_hidden_layers, c->num_attention_heads, c->head_dim, size->T);
     double *step_ms = (double*)mallocCheck((size_t)steps * sizeof(double)), *rate = (double*)mallocCheck((size_t)steps * sizeof(double));
-    double all = 0, mine = 0, start = 0;
+    Neighbours neighbours = neighbours_begin();
     for (int i = -1; i < steps; i++) { // step -1 warms up: first touches of memory, code that the library generates
-        if (i == 0) { all = cpu_seconds_of_all(); mine = cpu_seconds_of_mine(); start = profiler_clock_us(); }
-        double r = product_rate(bf16), ms = bench_step(&b);
+        if (i == 0) { neighbours = neighbours_begin(); }
+        double r = product_rate(bf16, profiler_clock_us), ms = bench_step(&b);
         if (i >= 0) { rate[i] = r; step_ms[i] = ms; }
     }
-    double others = (cpu_seconds_of_all() - all - (cpu_seconds_of_mine() - mine)) / ((profiler_clock_us() - start) * 1e-6);
+    double others = neighbours_cores(neighbours);
     double ms = median(step_ms, steps), product = median(rate, steps);
     printf("%-6s %s %7.1fM parameters, B=%zu T=%zu: %.1f ms a step (%.1f .. %.1f), %.0f tokens/s, %.1f GFLOP/s = %.1f%% of a product's %.1f GFLOP/s; "
            "others used %.2f cores\n", size->name, bf16 ? "bf16" : "fp32", (double)table->num_parameters / 1e6, size->B, size->T, ms, step_ms[0],

@@ -13,24 +13,17 @@ the kernels that the trainer runs. Times that came from a GPU stay when there is
 import argparse
 import glob
 import os
-import platform
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-README = os.path.join(ROOT, "dev", "cuda", "README.md")
+from lessons import ROOT, Op, Readme, cpu_name, row, run
+
+README = Readme("dev", "cuda", "README.md")
 ARCHITECTURES = ("80", "90", "120")
 WHERE_NVCC = ("/usr/local/cuda/bin/nvcc", os.path.join(ROOT, "build", "cuda-wheels", "nvidia", "*", "bin", "nvcc"))
-
-
-def run(command, env=None):
-    """(exit code, standard output, standard error) of a command that is run in the root."""
-    r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ, **(env or {})))
-    return r.returncode, r.stdout, r.stderr
 
 
 def find_nvcc():
@@ -46,60 +39,9 @@ def gpu_name():
     return out.splitlines()[0].replace(", ", ", driver ") if code == 0 and out.strip() else None
 
 
-def cpu_name():
-    try:
-        return re.search(r"model name\s*:\s*(.*)", open("/proc/cpuinfo").read()).group(1)
-    except (OSError, AttributeError):
-        return platform.machine()
-
-
-class Op:
-    """A kernel file: its name, its first sentence, and the numbers of the kernels that the trainer runs."""
-
-    def __init__(self, path):
-        self.path, self.name = path, os.path.basename(path)[:-3]
-        text = open(path, encoding="utf-8").read()
-        opening = re.sub(r"(?m)^\s*(?:/\*+|//|\*)? ?", "", text[:2000]).strip()
-        first = opening.split("\n\n")[0].replace("\n", " ")
-        first = re.sub(r"^%s(\.cu)?:\s*" % re.escape(self.name), "", first)
-        self.about = re.split(r"(?<=[.:])\s", first, maxsplit=1)[0].rstrip(".:")
-        line = re.search(r"//\s*winner:\s*(.*)", text)
-        self.winners = sorted({int(n) for n in re.findall(r"\d+", re.sub(r"\(.*?\)", "", line.group(1)))}) if line else []
-
-
 def trainer_kernels():
     """Names of the kernels in train_moe.cu."""
     return set(re.findall(r"\b\w+_kernel\d+\b", open(os.path.join(ROOT, "train_moe.cu"), encoding="utf-8").read()))
-
-
-# ---------------------------------------------------------------------------- the README
-
-def read_table(marker):
-    """Rows of a table between its markers, by the name of their op; a row is a line of text."""
-    text = open(README, encoding="utf-8").read()
-    inside = re.search(r"<!-- %s -->\n(.*?)<!-- end -->" % marker, text, re.S).group(1)
-    rows = {}
-    for line in inside.splitlines():
-        match = re.match(r"\| \[?(\w+)[\]( ]", line)
-        if match and match.group(1) != "file":
-            rows.setdefault(match.group(1), []).append(line)
-    return rows
-
-
-def write_table(marker, note, head, rows):
-    text = open(README, encoding="utf-8").read()
-    lines = [note, ""] if note else []
-    lines += ["| %s |" % " | ".join(head), "|%s" % (" --- |" * len(head))]
-    lines += [line for name in sorted(rows) for line in rows[name]]
-    block = "<!-- %s -->\n%s\n<!-- end -->" % (marker, "\n".join(lines))
-    text, count = re.subn(r"<!-- %s -->\n.*?<!-- end -->" % marker, lambda m: block, text, flags=re.S)
-    assert count == 1, marker
-    with open(README, "w", encoding="utf-8") as f:
-        f.write(text)
-
-
-def row(*cells):
-    return "| %s |" % " | ".join(str(c) for c in cells)
 
 
 # ---------------------------------------------------------------------------- registers, shared memory, spills
@@ -145,7 +87,7 @@ def compile_all(ops):
     if nvcc is None:
         print("no nvcc: the table of registers stays as it is (install the CUDA Toolkit, or run make test-deps)")
         return True
-    rows, ok = read_table("registers"), True
+    rows, ok = README.read_table("registers"), True
     for op in ops:
         print("compiling %s" % op.name, flush=True)
         found = resources(nvcc, op)
@@ -156,10 +98,10 @@ def compile_all(ops):
         for kernel in sorted(found):
             per = [found[kernel].get(a, [0, 0, 0]) for a in ARCHITECTURES]
             spilled = [x[1] for x in per]
-            rows[op.name].append(row("[%s](%s.cu)" % (op.name, op.name), "`%s`" % kernel, *[x[0] for x in per],
+            rows[op.name].append(row(op.link, "`%s`" % kernel, *[x[0] for x in per],
                                      "/".join(map(str, spilled)) if any(spilled) else "0", max(x[2] for x in per)))
     version = re.search(r"release ([\d.]+)", run([nvcc, "--version"])[1]).group(1)
-    write_table("registers", "nvcc %s; bytes a block of dynamic shared memory are chosen at the launch and not counted here." % version,
+    README.write_table("registers", "nvcc %s; bytes a block of dynamic shared memory are chosen at the launch and not counted here." % version,
                 ["file", "kernel", *["registers sm_" + a for a in ARCHITECTURES], "bytes spilled", "static shared bytes"], rows)
     return ok
 
@@ -167,7 +109,7 @@ def compile_all(ops):
 # ---------------------------------------------------------------------------- times on a GPU
 
 def time_all(ops, gpu):
-    rows, ok = read_table("times"), True
+    rows, ok = README.read_table("times"), True
     for op in ops:
         print("timing %s" % op.name, flush=True)
         code, out, err = run(["make", "-s", "build/dev/" + op.name])
@@ -186,12 +128,12 @@ def time_all(ops, gpu):
             rate = re.search(r"([\d.]+) GB/s = ([\d.]+) % of copy", rest)
             flops = re.search(r"([\d.]+) TFLOP/s = ([\d.]+) % of GEMM", rest)
             cells = [x for m in (rate, flops) for x in ((m.group(1), m.group(2) + " %") if m else ("", ""))]
-            rows[op.name].append(row("[%s](%s.cu)" % (op.name, op.name), what if kind == "bench" else "*%s*" % what, ms, *cells))
+            rows[op.name].append(row(op.link, what if kind == "bench" else "*%s*" % what, ms, *cells))
     code, out, _ = run(["nvcc", "--version"])
     version = re.search(r"release ([\d.]+)", out) if code == 0 else None
     note = "On %s%s; medians. Lines in italics are NVIDIA's library at the same work." % (
         gpu, ", nvcc " + version.group(1) if version else "")
-    write_table("times", note, ["file", "what", "ms", "GB/s", "of copy", "TFLOP/s", "of GEMM"], rows)
+    README.write_table("times", note, ["file", "what", "ms", "GB/s", "of copy", "TFLOP/s", "of GEMM"], rows)
     return ok
 
 
@@ -218,7 +160,7 @@ def ratio(a, b):
 
 
 def count_all(ops):
-    rows, ok, ours = read_table("counters"), True, trainer_kernels()
+    rows, ok, ours = README.read_table("counters"), True, trainer_kernels()
     with tempfile.TemporaryDirectory() as folder:
         for op in ops:
             program = os.path.join(folder, op.name)
@@ -246,9 +188,9 @@ def count_all(ops):
                 print("FAIL %s: exit code %d\n%s" % (op.name, code, err), file=sys.stderr)
                 ok = False
             elif found:
-                rows[op.name] = [row("[%s](%s.cu)" % (op.name, op.name), "`%s`" % name, c[0], ratio(c[1], c[2]), ratio(c[3], c[4]),
+                rows[op.name] = [row(op.link, "`%s`" % name, c[0], ratio(c[1], c[2]), ratio(c[3], c[4]),
                                      ratio(c[6], c[7]), ratio(c[8], c[9]), c[5] or "") for name, c in sorted(found.items())]
-    write_table("counters", "dev/emu on %s, over all the small and awkward shapes of the checks." % cpu_name(),
+    README.write_table("counters", "dev/emu on %s, over all the small and awkward shapes of the checks." % cpu_name(),
                 ["file", "kernel", "launches", "reads of bytes touched", "writes of bytes touched", "sectors of least",
                  "shared passes of least", "mma"], rows)
     return ok
@@ -264,8 +206,7 @@ def main():
     ops = [op for op in every if not args.name or any(word in op.name for word in args.name)]
     if not ops:
         sys.exit("bench_cuda.py: error: no file of dev/cuda has %s in its name" % " or ".join(args.name))
-    write_table("files", "", ["file", "what it is about", "the trainer runs kernel"],
-                {op.name: [row("[%s](%s.cu)" % (op.name, op.name), op.about, ", ".join(map(str, op.winners)))] for op in every})
+    README.write_files(every)
     gpu = gpu_name()
     ok = args.no_compile or compile_all(ops)
     if gpu:
