@@ -764,6 +764,10 @@ UNREACHED = {"cudaMemset2DAsync": "a product over no terms at all: none of the t
              "gemm_peak": "not in the emulator: it has no speed worth knowing",
              "dry_run": "asks whether there is a GPU, and goes on without: dry_run_needs_no_gpu",
              "cudaEventQuery(g->ready)": "behind a cudaStreamQuery that is harmless, in the same condition"}
+# files that none of these runs has, and why
+NOT_HERE = {"llmc/cudnn_attention.cpp": "the emulator has no cuDNN: every_failing_call_of_cudnn_says_which_attention_needs_none",
+            "llmc/cuda_check.h": "macros: what they check counts where they are used",
+            "llmc/nccl_check.h": "asks NCCL for the words of a failure, when there is one"}
 NOT_CALLS = ("cudaCheck", "cublasCheck", "ncclCheck", "cudaGetErrorString", "ncclGetErrorString")
 
 
@@ -790,7 +794,8 @@ def calls_in(file):
 @emu_test
 def no_call_site_is_left_out():
     failed, missed, count = {**failures_of(runs_of_one_rank()), **failures_of(runs_of_two_ranks())}, [], 0
-    for file in ("train_moe.cu", "llmc/gemm.h", "llmc/multi_gpu.h", "llmc/gpu_clock.h", "llmc/cuda_device.h"):
+    sources = [os.path.join("llmc", name) for name in sorted(os.listdir(os.path.join(ROOT, "llmc"))) if not name.endswith(".md")]
+    for file in ["train_moe.cu", *(f for f in sources if f not in NOT_HERE)]:
         sites = {(function.removesuffix("_v2"), int(site.split(":")[1])) for function, site in failed if site.startswith(file + ":")}
         for name, first, last, where in calls_in(file):
             count += 1
@@ -798,6 +803,28 @@ def no_call_site_is_left_out():
                 missed.append(f"{name} in {where}, {file}:{last}")
     check(count >= 195, f"only {count} calls are found in the sources")
     check(not missed, f"nobody makes {len(missed)} of {count} calls fail: " + "; ".join(missed))
+
+
+@emu_test
+def every_failing_call_of_cudnn_says_which_attention_needs_none():  # P5
+    # with a cuDNN that computes nothing (cudnn_stub): whether the real one computes what it should, a machine with it has to show
+    source = read(os.path.join(ROOT, "llmc/cudnn_attention.cpp")).decode()
+    calls = set(re.findall(r"\b(cuda[A-Z]\w*|cudnn[A-Z]\w*|build|get_workspace_size|execute)\((?!Plan)", source))
+    fails = {"cudnnCreate", "cudnnSetStream", "build", "get_workspace_size", "execute", "cudaStreamSynchronize", "cudaFree", "cudaMalloc"}
+    check({c for c in calls if not c.startswith(("cudnnGet", "cudaCheck"))} == fails, f"it calls {calls}")
+    stub = os.path.join(ROOT, "dev/test/cudnn_stub")
+    os.makedirs(folder(), exist_ok=True)
+    run([os.path.join(ROOT, "dev/emu/emucc"), "-I" + ROOT, "-I" + stub, "-o", folder("train_moe"), stub + "/calls.cu"])
+    check(run([folder("train_moe")]).out == "done\n", "it does not run")
+    twice = {"cudnnSetStream", "build", "get_workspace_size", "execute"}  # of forward, and of backward
+    for function, call in [*((f, 1) for f in sorted(fails)), *((f, 2) for f in sorted(twice))]:
+        r = run([folder("train_moe")], env={"EMU_FAIL": f"{function}:{call}"}, code=1)
+        check(len(said(r)) == 1 and r.out == "", f"{function}: {r.out}{r.err}")
+        parts = [function] if function.startswith("cuda") else ["--attention flash needs no cuDNN", "cuDNN 91000" if function in twice - {
+            "cudnnSetStream"} else function]
+        check(all(part in said(r)[0] for part in parts), f"{function}: {said(r)[0]}")
+    old = said(run([folder("train_moe")], env={"EMU_CUDNN": "80900"}, code=1))
+    check(len(old) == 1 and "needs cuDNN 9, this is 80900" in old[0], f"{old}")
 
 
 main()
