@@ -1,5 +1,6 @@
 // The runtime's behaviour seen from the host: `api NAME` runs one test; run.py sets the environment.
 #include "cases.h"
+#include <string>
 #include <thread>
 #include <nvtx3/nvToolsExt.h>
 
@@ -88,6 +89,27 @@ static void lazy_streams() {
     EXPECT(h[0] == 5);                                 // what was issued after the event has not run
     cudaStreamSynchronize(s);
     EXPECT(h[0] == 6);
+}
+// EMU_LAZY_STREAM=random:SEED: each stream in its order, the streams neither as issued nor one after the other, and not all at the end
+static void random_streams() {
+    static std::string log;                            // upper case: issued
+    cudaStream_t s, t;
+    cudaStreamCreate(&s);
+    cudaStreamCreate(&t);
+    auto add = [](void* letter) { log += (char)(size_t)letter; };
+    for (char c = 'a'; c < 'm'; c++) {
+        log += (char)(c - 'a' + 'A');
+        cudaLaunchHostFunc(c % 2 ? s : t, add, (void*)(size_t)c);
+    }
+    log += '|';
+    cudaDeviceSynchronize();
+    std::string of[2], as_issued, ran = log.substr(0, log.find('|'));
+    for (char c : log) if (c >= 'a' && c < 'm') of[c % 2] += c, as_issued += c;
+    EXPECT(of[1] == "acegik" && of[0] == "bdfhjl");
+    size_t early = 0;
+    for (char c : ran) early += c >= 'a' && c < 'm';
+    EXPECT(early > 0 && early < 12);
+    EXPECT(as_issued != "abcdefghijkl" && as_issued != of[0] + of[1] && as_issued != of[1] + of[0]);
 }
 static void graphs() {
     cudaStream_t s;
@@ -246,6 +268,7 @@ static const struct { const char* name; void (*run)();
     {"fail_templates", fail_templates},
     {"memory_limit", memory_limit},
     {"lazy_streams", lazy_streams},
+    {"random_streams", random_streams},
     {"graphs", graphs},
     {"elapsed", elapsed},
     {"copies_2d", copies_2d},
