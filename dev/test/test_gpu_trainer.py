@@ -13,6 +13,7 @@ from gpu import *
 TINY = [PROGRAM, "--model", "tiny", "--batch-size", 2, "--seq-len", 16, "--lr", "1e-3", "--schedule", "constant", "--warmup-steps", 0]
 RANKS = [*TINY[:3], "--batch-size", 1, *TINY[5:], "--doc-mask"]
 GOLDENS = os.path.join(ROOT, "dev", "test", "goldens")
+LONG = bool(os.environ.get("LONG"))  # make test-long
 making = threading.Lock()
 SILENT = ("emu:", "runtime error", "AddressSanitizer", "WARNING")
 
@@ -84,13 +85,15 @@ def check_close(a, b, relative, what):
 
 @emu_test
 def every_order_of_threads_gives_the_same_bits():
-    environments = {"reverse": {"EMU_ORDER": "reverse"}, "random": {"EMU_ORDER": "random:7"}, "lazy": {"EMU_LAZY_STREAM": "1"}}
+    environments = {"reverse": {"EMU_ORDER": "reverse"}, "lazy": {"EMU_LAZY_STREAM": "1"}}
     data, rounded = ["--train-data", stories(), "--grad-accum", 2], ["--z-loss-coef", "1e-3", "--master", 0]
     commands = {"shards": (1, [*TINY, *data, "--doc-mask", "--z-loss-coef", "1e-3"]), "rounded": (1, [*TINY, *data, "--doc-mask", *rounded]),
                 "odd": (1, golden("odd", "--aux-loss-coef", "1e-2")), "mixed": (1, golden("mixed", "--recompute", "moe")),
                 "plain": (1, golden("docs", "--attention", "naive", "--experts", "loop", "--optimizer", "simple")),
                 "two": (2, [*RANKS, *data]), "every": (2, [*RANKS, *data, *rounded, "--allreduce", "every"])}
-    for name, (count, command) in commands.items():
+    for i, (name, (count, command)) in enumerate(commands.items()):
+        seeds = range(10) if LONG else (i, i + 10, i + 20) if name in ("shards", "odd") else (i,)  # to each command others
+        environments.update({f"random{k}": {"EMU_ORDER": f"random:{seed}"} for k, seed in enumerate(seeds)})
         wanted, *others = at_once(lambda: train(name, command, 2, count, {"EMU_ORDER": "forward"}), *(
             lambda order=order, env=env: train(f"{name}-{order}", command, 2, count, env) for order, env in environments.items()))
         for other in others:
@@ -275,8 +278,8 @@ def on_ranks(name, count, *options, steps=2, env=None):
 def one_two_and_four_ranks_do_the_same_with_the_same_tokens():  # R1 to R3
     fp32 = ["--allreduce-dtype", "fp32"]
     at_once(lambda: on_ranks("1", 1), lambda: on_ranks("2", 2, *fp32), lambda: on_ranks("4", 4, *fp32),
-            lambda: on_ranks("2-bf16", 2), lambda: on_ranks("4-ring", 4, env={"EMU_NCCL": "ring"}))
-    for name, tolerance in (("2", 1e-5), ("4", 1e-5), ("2-bf16", 2 / 256), ("4-ring", 4 / 256)):
+            lambda: on_ranks("2-bf16", 2), *(lambda R=R: on_ranks(f"{R}-ring", R, env={"EMU_NCCL": "ring"}) for R in (2, 4)))
+    for name, tolerance in (("2", 1e-5), ("4", 1e-5), ("2-bf16", 2 / 256), ("2-ring", 2 / 256), ("4-ring", 4 / 256)):
         check_close("1", name, tolerance, f"{name} ranks")
         check(column(folder("1.jsonl"), "tokens") == column(folder(name + ".jsonl"), "tokens"), "tokens")
         check(state_of(step_folder(folder("1"), 2)) == state_of(step_folder(folder(name), 2)), "the places in the data differ")
@@ -321,6 +324,21 @@ def overlapping_changes_no_bit():
         check_same_checkpoint(a, on_ranks("lazy", 2, env={"EMU_LAZY_STREAM": "1"}))
 
 
+@emu_test
+def streams_that_go_on_at_random_moments_change_no_bit():  # R9
+    two = [*RANKS, "--train-data", stories(), "--grad-accum", 2]
+    commands = [two, [*two, "--allreduce", "every", "--allreduce-dtype", "fp32"], [*two, "--loader", "inline", "--recompute", "moe"]]
+    def trained(name, i, env):
+        checkpoint = train(name, commands[i], 2, 2, env)
+        content = {n: b for n, b in files_in(checkpoint).items() if n.endswith(".safetensors")}
+        shutil.rmtree(folder(name))
+        return content
+    wanted = at_once(*(lambda i=i: trained(f"command{i}", i, {}) for i in range(3)))
+    def same(seed):
+        check(trained(f"seed{seed}", seed % 3, {"EMU_LAZY_STREAM": f"random:{seed}"}) == wanted[seed % 3], f"random:{seed} has other bits")
+    at_once(*(lambda seed=seed: same(seed) for seed in range(200 if LONG else 9)))
+
+
 @test
 def gradients_are_averaged_by_buckets_while_backward_goes_on():  # R5, F3
     os.makedirs(folder(), exist_ok=True)
@@ -340,8 +358,9 @@ def gradients_are_averaged_by_buckets_while_backward_goes_on():  # R5, F3
 
 @test
 def averaging_after_every_microbatch_is_averaging_after_the_last():
-    at_once(*(lambda w=w: on_ranks(w, 2, "--allreduce", w, "--allreduce-dtype", "fp32") for w in ("every", "last")))
-    check_close("last", "every", 1e-5, "--allreduce every")
+    at_once(*(lambda w=w, d=d: on_ranks(w + d, 2, "--allreduce", w, "--allreduce-dtype", d) for w in ("every", "last") for d in ("fp32", "bf16")))
+    check_close("lastfp32", "everyfp32", 1e-5, "--allreduce every")
+    check_close("lastbf16", "everybf16", 2 / 256, "--allreduce every in bf16")  # each of the two sums is rounded
 
 
 @test
@@ -443,16 +462,79 @@ def a_rank_that_hangs_is_given_up():  # R2, R10
     run([CPU_TRAINER, "--init", step_folder(folder("out"), steps_in(folder("out"))[-1]), "--generate", 1])
 
 
+def preloaded(function, when, action):
+    """A library whose `function` takes this action when this is true of its arguments a, b or of how many calls there were, and goes on."""
+    name = folder(f"lib{abs(hash((function, when, action)))}")
+    write(name + ".c", f"""
+        int raise(int), usleep(unsigned), setitimer(int, void*, void*);
+        char* strstr(const char*, const char*);
+        void* dlsym(void*, const char*);
+        long {function}(long a, long b, long c, long d, long e, long f, long g) {{
+            static int calls;
+            calls++;
+            if ({when}) {{ {action}; }}
+            return ((long (*)(long, long, long, long, long, long, long))dlsym((void*)-1, "{function}"))(a, b, c, d, e, f, g);
+        }}""")
+    run(["cc", "-shared", "-fPIC", "-w", "-o", name + ".so", name + ".c", "-ldl"])  # -1 is RTLD_NEXT
+    return name + ".so"
+
+
+def with_preloaded(libraries, command, timeout, limit=100):
+    """Runs two ranks, each with the library of its own, if it has one."""
+    both = [["-np", 1, *(["-x", "LD_PRELOAD=" + libraries[r]] if r in libraries else []), *command] for r in (0, 1)]
+    return run([*MPIRUN, *both[0], ":", *both[1]], code=None, timeout=limit, env={
+        "EMU_DEVICES": "2", "MOE_NCCL_TIMEOUT": str(timeout), "EMU_NCCL_TIMEOUT": "300"})
+
+
+STOP, KILL = (f"raise({s.value})" for s in (signal.SIGSTOP, signal.SIGKILL))
+
+
 @test
 def a_rank_that_hangs_before_it_is_connected_is_named_and_given_up():  # R2, R10
     command = [*RANKS, "--train-data", stories(), "--steps", 1]
-    for rank, function in ((0, "MPI_Ibcast"), (1, "MPI_Isend")):  # rank 0 stops while it reads files, rank 1 after that
-        write(folder("stop.c"), f"#include <signal.h>\nint {function}() {{ raise(SIGSTOP); return 0; }}\n")
-        run(["cc", "-shared", "-fPIC", "-w", "-o", folder("stop.so"), folder("stop.c")])
-        both = [[*MPIRUN[1:], "-np", 1, *(["-x", "LD_PRELOAD=" + folder("stop.so")] if r == rank else []), *command] for r in (0, 1)]
-        r = run([MPIRUN[0], *both[0], ":", *both[1]], code=None, timeout=100, env={"EMU_DEVICES": "2", "MOE_NCCL_TIMEOUT": "0.2"})
+    def stopped(rank, function):
+        r = with_preloaded({rank: preloaded(function, "calls == 1", STOP)}, command, 0.2)
         check(r.code != 0 and f"waiting for rank {rank} for 0.2 s" in r.err, f"exit code {r.code}: {r.err[-400:]}")
         check(f"error: rank {rank} has not come for 12 s" in r.err, r.err[-400:])
+    at_once(lambda: stopped(0, "MPI_Ibcast"), lambda: stopped(1, "MPI_Isend"))  # while rank 0 reads files, and after that
+
+
+@test
+def a_rank_that_hangs_in_a_collective_of_mpi_is_given_up():  # R2, R10
+    # The other one hangs in MPI itself, where nothing but an alarm wakes it: here after a tenth of its 20 s and more.
+    sooner = preloaded("alarm", "1", "long t[4] = {0, 0, a / 10, a % 10 * 100000}; return setitimer(0, t, 0)")
+    command = [*RANKS, "--train-data", stories(), "--steps", 1]
+    def stopped(rank, function, words, command=command):
+        r = with_preloaded({rank: preloaded(function, "calls == 1", STOP), 1 - rank: sooner}, command, 5)
+        check(r.code != 0 and f"error: {words} (MPI) is not done after 25 s (MOE_NCCL_TIMEOUT)" in r.err, f"exit code {r.code}: {r.err[-600:]}")
+    at_once(*(lambda rank=rank, job=job: stopped(rank, *job) for rank in (0, 1) for job in (
+        ("MPI_Comm_split_type", "meeting the ranks of this machine"), ("MPI_Allgather", "comparing the GPUs of this machine"),
+        ("MPI_Allreduce", "adding up over the ranks", golden("docs", "--steps", 1)))))
+
+
+@test
+def a_rank_that_reads_its_weights_slowly_is_waited_for():
+    # third to come to rank 1 from rank 0: its step and its data, when both have read their weights
+    command = [*RANKS, "--train-data", stories(), "--steps", 1]
+    r = with_preloaded({1: preloaded("MPI_Ibcast", "calls == 3", "usleep(6000000)")}, command, 2)
+    check(r.code == 0 and "waiting for rank 1 for 2 s: is it busy with files" in r.err, f"exit code {r.code}: {r.err[-400:]}")
+    if LONG:
+        r = with_preloaded({1: preloaded("MPI_Ibcast", "calls == 3", STOP)}, command, 1)
+        check(r.code != 0 and "error: rank 1 has not come for 60 s" in r.err, f"exit code {r.code}: {r.err[-400:]}")
+
+
+@test
+def a_rank_that_is_lost_while_it_saves_leaves_the_last_checkpoint():  # R10
+    for name, action in (("killed", KILL), *([("stopped", STOP)] if LONG else [])):
+        out = folder(name)
+        lost = preloaded("rename", 'strstr((char*)b, "step_00000002")', action)
+        command = [*RANKS, "--train-data", stories(), "--steps", 3, "--save-every", 1, "--out", out]
+        r = with_preloaded({0: lost}, command, 1)
+        check(r.code != 0 and steps_in(out)[:1] == [1], f"exit code {r.code}: {r.err[-400:]}")
+        check(action != STOP or "error: rank 0 has not come for 60 s" in r.err, r.err[-400:])
+        last = steps_in(out)[-1]  # 1; mpirun wakes a stopped rank before it kills it, and that may be enough to finish
+        ranks(2, [PROGRAM, "--resume", "--out", out, "--steps", last + 1])
+        check(steps_in(out)[-1] == last + 1, f"it went on to {steps_in(out)}")
 
 
 @test
