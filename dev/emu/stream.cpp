@@ -121,13 +121,14 @@ static Op* waiting_before(const Op* op) {             // on its stream
     return nullptr;
 }
 
-// EMU_LAZY_STREAM=random:SEED: whenever work is issued, some streams go on by one operation, any others stay behind.
+// EMU_LAZY_STREAM=random:SEED: work goes on whenever some is issued, but of one stream only, now and then of another one.
 static void go_on_at_random() {
     static uint64_t state = options().stream_seed * 0x9e3779b97f4a7c15u;
-    for (int tries = 0; tries < 3; tries++) {
-        state = state * 6364136223846793005u + 1442695040888963407u;
-        Op* op = streams()[(state >> 33) % streams().size()]->last.get();
-        if (!op || op->done || state >> 63) continue;
+    static Stream* moving = streams()[0];
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    if (state >> 60 == 0) moving = streams()[(state >> 33) % streams().size()];
+    for (int i = 0; i < 2 && moving->last && !moving->last->done; i++) {
+        Op* op = moving->last.get();
         while (Op* earlier = waiting_before(op)) op = earlier;
         force(op);
     }
