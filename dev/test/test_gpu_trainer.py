@@ -416,6 +416,15 @@ def more_ranks_than_devices_are_refused():
 
 
 @test
+def mpi_runs_as_root_with_what_the_readme_says():  # R4
+    root, quiet = "--allow-run-as-root", "--mca btl_vader_single_copy_mechanism none"
+    readme = read(os.path.join(ROOT, "README.md")).decode()
+    check(f"`{root}`" in readme and f"`{quiet}`" in readme, "README.md does not say what a container needs")
+    r = run(["mpirun", root, "--oversubscribe", *quiet.split(), "-np", 2, *RANKS, "--train-data", stories(), "--steps", 1], env={"EMU_DEVICES": "2"})
+    check("step 1/1" in r.out and r.err == "", r.err[-600:])
+
+
+@test
 def wrong_options_of_several_ranks_are_reported_once():
     for options, part in (["--lr", "fast"], "'fast' is not a number"), (["--train-data", folder("no.bin")], "no file matches"):
         r = ranks(2, [PROGRAM, "--model", "tiny", *options], code=None)
