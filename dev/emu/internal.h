@@ -32,7 +32,8 @@ struct Options {
     unsigned seed;
     size_t stack;                // EMU_STACK, KiB a thread
     int workers;                 // EMU_WORKERS: operating-system threads, 0 = all cores
-    bool lazy_streams;           // EMU_LAZY_STREAM: default 0, in the checker 1
+    bool lazy_streams;           // EMU_LAZY_STREAM=1|0|random:SEED: default 0, in the checker 1
+    unsigned stream_seed;        // 0: as late as possible
     bool poison;                 // EMU_POISON=0: memory starts as zeros instead of 0xff
     int sm;                      // EMU_SM=80|89|90|100|120
     int devices;                 // EMU_DEVICES

@@ -47,7 +47,10 @@ static Options read_options() {
     }
     o.stack = (size_t)number("EMU_STACK", 256) * 1024;
     o.workers = (int)number("EMU_WORKERS", 0);
-    o.lazy_streams = number("EMU_LAZY_STREAM", checking) != 0;
+    const char* lazy = getenv("EMU_LAZY_STREAM");
+    bool at_random = lazy && !strncmp(lazy, "random:", 7);
+    o.stream_seed = at_random ? (unsigned)strtoul(lazy + 7, nullptr, 10) + 1 : 0;
+    o.lazy_streams = at_random || number("EMU_LAZY_STREAM", checking) != 0;
     o.poison = number("EMU_POISON", 1) != 0;
     o.sm = (int)number("EMU_SM", 90);
     o.devices = (int)number("EMU_DEVICES", 1);

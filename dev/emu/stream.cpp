@@ -116,6 +116,24 @@ void wait_for(const OpRef& op) {
     host_time++;
 }
 
+static Op* waiting_before(const Op* op) {             // on its stream
+    for (auto& n : op->needs) if (!n->done && n->stream == op->stream) return n.get();
+    return nullptr;
+}
+
+// EMU_LAZY_STREAM=random:SEED: work goes on whenever some is issued, but of one stream only, now and then of another one.
+static void go_on_at_random() {
+    static uint64_t state = options().stream_seed * 0x9e3779b97f4a7c15u;
+    static Stream* moving = streams()[0];
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    if (state >> 60 == 0) moving = streams()[(state >> 33) % streams().size()];
+    for (int i = 0; i < 2 && moving->last && !moving->last->done; i++) {
+        Op* op = moving->last.get();
+        while (Op* earlier = waiting_before(op)) op = earlier;
+        force(op);
+    }
+}
+
 static OpRef issue(Stream* s, const char* name, void* pc, std::function<void()> run, std::vector<OpRef> needs) {
     auto op = std::make_shared<Op>();
     op->stream = s;
@@ -144,6 +162,7 @@ static OpRef issue(Stream* s, const char* name, void* pc, std::function<void()> 
     }
     s->last = op;
     if (!options().lazy_streams) force(op.get());
+    else if (options().stream_seed && !running_op) go_on_at_random();
     return op;
 }
 

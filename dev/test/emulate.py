@@ -54,9 +54,9 @@ def emulated(mode="fast", file="train_moe.cu"):
     return out
 
 
-def at_once(*jobs):
-    """Runs functions without arguments, two at a time, and returns what they return, in order. The first failure is raised."""
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+def at_once(*jobs, most=2):
+    """Runs functions without arguments, `most` at a time, and returns what they return, in order. The first failure is raised."""
+    with concurrent.futures.ThreadPoolExecutor(most) as pool:
         return [f.result() for f in [pool.submit(job) for job in jobs]]
 
 

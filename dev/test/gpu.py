@@ -46,10 +46,11 @@ def addr2line(program, addresses):
     return places
 
 
-def call_sites(program, traces):
+def call_sites(program, traces, when=("0", "1")):
     """(function, file:line) of each place in our sources that calls CUDA, cuBLAS or NCCL -> its return address, whether it called when
-    CALLS_AFTER's path was there (from an address that did so, if one did)."""
+    CALLS_AFTER's path was there (from an address that did so, if one did). `when`: only calls before it was there, "0", or after."""
     lines = [line.split() for path in traces for line in read(path).decode().splitlines()]
+    lines = [line for line in lines if line[1] in when]
     addresses = sorted({hex(int(a, 16) - 1) for line in lines for a in line[2:] if int(a, 16) < 1 << 32})  # ours: linked without PIE
     places, sites = addr2line(program, addresses), {}
     for function, late, *stack in lines:

@@ -7,6 +7,7 @@ cd "$(dirname "$0")/../.."
 long=""
 [ "${1:-}" = --long ] && { long=1; shift; }
 only="${1:-}"
+most=${long:+4000} most=${most:-1500} # seconds of a test program
 CC="${CC:-cc}" PYTHON="${PYTHON:-python3}"
 mkdir -p build/test
 sanitize="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
@@ -29,7 +30,7 @@ report() { # report NAME COMMAND...: runs one test program, shows it, counts it
     local name=$1 begin=$SECONDS
     shift
     echo "--- $name"
-    timeout 1500 "$@" 2>&1 | tee "build/test/$name.log"
+    timeout $most "$@" 2>&1 | tee "build/test/$name.log"
     [ "${PIPESTATUS[0]}" -le 1 ] || echo "FAIL $name ended with exit code ${PIPESTATUS[0]}" | tee -a "build/test/$name.log"
     count "build/test/$name.log" "$name"
     echo "    ($((SECONDS - begin)) s)"
@@ -50,10 +51,10 @@ collect() { # counts what ran `together`
     for name in "${names[@]}"; do count "build/test/$name.log" "$name"; done
     names=()
 }
-run_it() { if [ "$1" = c_test ]; then "$@"; else timeout 1500 "$@"; fi; } # timeout does not know functions
+run_it() { if [ "$1" = c_test ]; then "$@"; else timeout $most "$@"; fi; } # timeout does not know functions
 c_test() { # c_test FILE PROGRAM: builds a test with the sanitizers and runs it
     $CC $sanitize $flags "$1" -o "$2" $libs || { echo "FAIL $1 does not compile"; echo "0 passed, 1 failed"; return 1; }
-    timeout 1500 "$2"
+    timeout $most "$2"
 }
 build_failed() { echo "FAIL $1 does not compile"; failed=$((failed + 1)); }
 

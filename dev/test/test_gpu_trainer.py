@@ -13,6 +13,7 @@ from gpu import *
 TINY = [PROGRAM, "--model", "tiny", "--batch-size", 2, "--seq-len", 16, "--lr", "1e-3", "--schedule", "constant", "--warmup-steps", 0]
 RANKS = [*TINY[:3], "--batch-size", 1, *TINY[5:], "--doc-mask"]
 GOLDENS = os.path.join(ROOT, "dev", "test", "goldens")
+LONG = bool(os.environ.get("LONG"))  # make test-long
 making = threading.Lock()
 SILENT = ("emu:", "runtime error", "AddressSanitizer", "WARNING")
 
@@ -84,13 +85,15 @@ def check_close(a, b, relative, what):
 
 @emu_test
 def every_order_of_threads_gives_the_same_bits():
-    environments = {"reverse": {"EMU_ORDER": "reverse"}, "random": {"EMU_ORDER": "random:7"}, "lazy": {"EMU_LAZY_STREAM": "1"}}
+    environments = {"reverse": {"EMU_ORDER": "reverse"}, "lazy": {"EMU_LAZY_STREAM": "1"}}
     data, rounded = ["--train-data", stories(), "--grad-accum", 2], ["--z-loss-coef", "1e-3", "--master", 0]
     commands = {"shards": (1, [*TINY, *data, "--doc-mask", "--z-loss-coef", "1e-3"]), "rounded": (1, [*TINY, *data, "--doc-mask", *rounded]),
                 "odd": (1, golden("odd", "--aux-loss-coef", "1e-2")), "mixed": (1, golden("mixed", "--recompute", "moe")),
                 "plain": (1, golden("docs", "--attention", "naive", "--experts", "loop", "--optimizer", "simple")),
                 "two": (2, [*RANKS, *data]), "every": (2, [*RANKS, *data, *rounded, "--allreduce", "every"])}
-    for name, (count, command) in commands.items():
+    for i, (name, (count, command)) in enumerate(commands.items()):
+        seeds = range(5) if LONG else (i, i + 10, i + 20) if name in ("shards", "odd") else (i,)  # to each command others
+        environments.update({f"random{k}": {"EMU_ORDER": f"random:{seed}"} for k, seed in enumerate(seeds)})
         wanted, *others = at_once(lambda: train(name, command, 2, count, {"EMU_ORDER": "forward"}), *(
             lambda order=order, env=env: train(f"{name}-{order}", command, 2, count, env) for order, env in environments.items()))
         for other in others:
@@ -275,8 +278,8 @@ def on_ranks(name, count, *options, steps=2, env=None):
 def one_two_and_four_ranks_do_the_same_with_the_same_tokens():  # R1 to R3
     fp32 = ["--allreduce-dtype", "fp32"]
     at_once(lambda: on_ranks("1", 1), lambda: on_ranks("2", 2, *fp32), lambda: on_ranks("4", 4, *fp32),
-            lambda: on_ranks("2-bf16", 2), lambda: on_ranks("4-ring", 4, env={"EMU_NCCL": "ring"}))
-    for name, tolerance in (("2", 1e-5), ("4", 1e-5), ("2-bf16", 2 / 256), ("4-ring", 4 / 256)):
+            lambda: on_ranks("2-bf16", 2), *(lambda R=R: on_ranks(f"{R}-ring", R, env={"EMU_NCCL": "ring"}) for R in (2, 4)))
+    for name, tolerance in (("2", 1e-5), ("4", 1e-5), ("2-bf16", 2 / 256), ("2-ring", 2 / 256), ("4-ring", 4 / 256)):
         check_close("1", name, tolerance, f"{name} ranks")
         check(column(folder("1.jsonl"), "tokens") == column(folder(name + ".jsonl"), "tokens"), "tokens")
         check(state_of(step_folder(folder("1"), 2)) == state_of(step_folder(folder(name), 2)), "the places in the data differ")
@@ -321,6 +324,21 @@ def overlapping_changes_no_bit():
         check_same_checkpoint(a, on_ranks("lazy", 2, env={"EMU_LAZY_STREAM": "1"}))
 
 
+@emu_test
+def streams_that_go_on_at_random_moments_change_no_bit():  # R9
+    two = [*RANKS, "--train-data", stories(), "--grad-accum", 2]
+    commands = [two, [*two, "--allreduce", "every", "--allreduce-dtype", "fp32"], [*two, "--loader", "inline", "--recompute", "moe"]]
+    def trained(name, i, env):
+        checkpoint = train(name, commands[i], 2, 2, env)
+        content = {n: b for n, b in files_in(checkpoint).items() if n.endswith(".safetensors")}
+        shutil.rmtree(folder(name))
+        return content
+    wanted = at_once(*(lambda i=i: trained(f"command{i}", i, {}) for i in range(3)))
+    def same(seed):
+        check(trained(f"seed{seed}", seed % 3, {"EMU_LAZY_STREAM": f"random:{seed}"}) == wanted[seed % 3], f"random:{seed} has other bits")
+    at_once(*(lambda seed=seed: same(seed) for seed in range(200 if LONG else 9)))
+
+
 @test
 def gradients_are_averaged_by_buckets_while_backward_goes_on():  # R5, F3
     os.makedirs(folder(), exist_ok=True)
@@ -340,8 +358,10 @@ def gradients_are_averaged_by_buckets_while_backward_goes_on():  # R5, F3
 
 @test
 def averaging_after_every_microbatch_is_averaging_after_the_last():
-    at_once(*(lambda w=w: on_ranks(w, 2, "--allreduce", w, "--allreduce-dtype", "fp32") for w in ("every", "last")))
-    check_close("last", "every", 1e-5, "--allreduce every")
+    at_once(*(lambda w=w, d=d: on_ranks(w + d, 2, "--allreduce", w, "--allreduce-dtype", d)
+              for w in ("every", "last") for d in ("fp32", "bf16")))
+    check_close("lastfp32", "everyfp32", 1e-5, "--allreduce every")
+    check_close("lastbf16", "everybf16", 2 / 256, "--allreduce every in bf16")  # each of the two sums is rounded
 
 
 @test
@@ -397,6 +417,16 @@ def more_ranks_than_devices_are_refused():
 
 
 @test
+def mpi_runs_as_root_with_what_the_readme_says():  # R4
+    root, quiet = "--allow-run-as-root", "--mca btl_vader_single_copy_mechanism none"
+    readme = read(os.path.join(ROOT, "README.md")).decode()
+    check(f"`{root}`" in readme and f"`{quiet}`" in readme, "README.md does not say what a container needs")
+    command = ["mpirun", root, "--oversubscribe", *quiet.split(), "-np", 2, *RANKS, "--train-data", stories(), "--steps", 1]
+    r = run(command, env={"EMU_DEVICES": "2"})
+    check("step 1/1" in r.out and r.err == "", r.err[-600:])
+
+
+@test
 def wrong_options_of_several_ranks_are_reported_once():
     for options, part in (["--lr", "fast"], "'fast' is not a number"), (["--train-data", folder("no.bin")], "no file matches"):
         r = ranks(2, [PROGRAM, "--model", "tiny", *options], code=None)
@@ -443,16 +473,80 @@ def a_rank_that_hangs_is_given_up():  # R2, R10
     run([CPU_TRAINER, "--init", step_folder(folder("out"), steps_in(folder("out"))[-1]), "--generate", 1])
 
 
+def preloaded(function, when, action):
+    """A library whose `function` takes this action when this is true of its arguments a, b or of how many calls there were, and goes on."""
+    name = folder(f"lib{abs(hash((function, when, action)))}")
+    write(name + ".c", f"""
+        int raise(int), usleep(unsigned), setitimer(int, void*, void*);
+        char* strstr(const char*, const char*);
+        void* dlsym(void*, const char*);
+        long {function}(long a, long b, long c, long d, long e, long f, long g) {{
+            static int calls;
+            calls++;
+            if ({when}) {{ {action}; }}
+            return ((long (*)(long, long, long, long, long, long, long))dlsym((void*)-1, "{function}"))(a, b, c, d, e, f, g);
+        }}""")
+    run(["cc", "-shared", "-fPIC", "-w", "-o", name + ".so", name + ".c", "-ldl"])  # -1 is RTLD_NEXT
+    return name + ".so"
+
+
+def with_preloaded(libraries, command, timeout):
+    """Runs two ranks, each with the library of its own, if it has one."""
+    both = [["-np", 1, *(["-x", "LD_PRELOAD=" + libraries[r]] if r in libraries else []), *command] for r in (0, 1)]
+    return run([*MPIRUN, *both[0], ":", *both[1]], code=None, timeout=100, env={
+        "EMU_DEVICES": "2", "MOE_NCCL_TIMEOUT": str(timeout), "EMU_NCCL_TIMEOUT": "300"})
+
+
+STOP, KILL = (f"raise({s.value})" for s in (signal.SIGSTOP, signal.SIGKILL))
+
+
 @test
 def a_rank_that_hangs_before_it_is_connected_is_named_and_given_up():  # R2, R10
     command = [*RANKS, "--train-data", stories(), "--steps", 1]
-    for rank, function in ((0, "MPI_Ibcast"), (1, "MPI_Isend")):  # rank 0 stops while it reads files, rank 1 after that
-        write(folder("stop.c"), f"#include <signal.h>\nint {function}() {{ raise(SIGSTOP); return 0; }}\n")
-        run(["cc", "-shared", "-fPIC", "-w", "-o", folder("stop.so"), folder("stop.c")])
-        both = [[*MPIRUN[1:], "-np", 1, *(["-x", "LD_PRELOAD=" + folder("stop.so")] if r == rank else []), *command] for r in (0, 1)]
-        r = run([MPIRUN[0], *both[0], ":", *both[1]], code=None, timeout=100, env={"EMU_DEVICES": "2", "MOE_NCCL_TIMEOUT": "0.2"})
+    def stopped(rank, function):
+        r = with_preloaded({rank: preloaded(function, "calls == 1", STOP)}, command, 0.2)
         check(r.code != 0 and f"waiting for rank {rank} for 0.2 s" in r.err, f"exit code {r.code}: {r.err[-400:]}")
         check(f"error: rank {rank} has not come for 12 s" in r.err, r.err[-400:])
+    at_once(lambda: stopped(0, "MPI_Ibcast"), lambda: stopped(1, "MPI_Isend"))  # while rank 0 reads files, and after that
+
+
+@test
+def a_rank_that_hangs_in_a_collective_of_mpi_is_given_up():  # R2, R10
+    # The other one hangs in MPI itself, where nothing but an alarm wakes it: here after a twentieth of its 50 s.
+    sooner = preloaded("alarm", "1", "long t[4] = {0, 0, a / 20, a % 20 * 50000}; return setitimer(0, t, 0)")
+    command = [*RANKS, "--train-data", stories(), "--steps", 1]
+    def stopped(rank, function, words, command=command):
+        r = with_preloaded({rank: preloaded(function, "calls == 1", STOP), 1 - rank: sooner}, command, 30)
+        said_so = f"error: {words} (MPI) is not done after 50 s (MOE_NCCL_TIMEOUT)" in r.err
+        check(r.code != 0 and said_so, f"exit code {r.code}: {r.err[-600:]}")
+    at_once(*(lambda rank=rank, job=job: stopped(rank, *job) for rank in (0, 1) for job in (
+        ("MPI_Comm_split_type", "meeting the ranks of this machine"), ("MPI_Allgather", "comparing the GPUs of this machine"),
+        ("MPI_Allreduce", "adding up over the ranks", golden("docs", "--steps", 1)))))
+
+
+@test
+def a_rank_that_reads_its_weights_slowly_is_waited_for():
+    # third to come to rank 1 from rank 0: its step and its data, when both have read their weights
+    command = [*RANKS, "--train-data", stories(), "--steps", 1]
+    r = with_preloaded({1: preloaded("MPI_Ibcast", "calls == 3", "usleep(6000000)")}, command, 2)
+    check(r.code == 0 and "waiting for rank 1 for 2 s: is it busy with files" in r.err, f"exit code {r.code}: {r.err[-400:]}")
+    if LONG:
+        r = with_preloaded({1: preloaded("MPI_Ibcast", "calls == 3", STOP)}, command, 1)
+        check(r.code != 0 and "error: rank 1 has not come for 60 s" in r.err, f"exit code {r.code}: {r.err[-400:]}")
+
+
+@test
+def a_rank_that_is_lost_while_it_saves_leaves_the_last_checkpoint():  # R10
+    for name, action in (("killed", KILL), *([("stopped", STOP)] if LONG else [])):
+        out = folder(name)
+        lost = preloaded("rename", 'strstr((char*)b, "step_00000002")', action)
+        command = [*RANKS, "--train-data", stories(), "--steps", 3, "--save-every", 1, "--out", out]
+        r = with_preloaded({0: lost}, command, 1)
+        check(r.code != 0 and steps_in(out)[:1] == [1], f"exit code {r.code}: {r.err[-400:]}")
+        check(action != STOP or "error: rank 0 has not come for 60 s" in r.err, r.err[-400:])
+        last = steps_in(out)[-1]  # 1; mpirun wakes a stopped rank before it kills it, and that may be enough to finish
+        ranks(2, [PROGRAM, "--resume", "--out", out, "--steps", last + 1])
+        check(steps_in(out)[-1] == last + 1, f"it went on to {steps_in(out)}")
 
 
 @test
@@ -570,7 +664,7 @@ def the_profile_counts_launches_and_host_syncs():
 def shared_memory_and_blocks_fit_every_architecture():  # P6
     program = emulated("fast", "test_moe.cu")
     for sm in ("80", "89", "120"):  # at most 163, 99 and 99 KiB a block
-        for claim in ("cpu[head_dim_128]", "cpu[gqa_8_to_1]", "hugging_face[tied]"):  # heads of 128, 16 and 64
+        for claim in ("rd_matches_cpu[head_dim_128]", "rd_matches_cpu[gqa_8_to_1]", "hugging_face[tied]"):  # heads of 128, 16 and 64
             r = run([program, claim], env={"EMU_SM": sm})
             check(" 0 failed" in r.out and not r.out.startswith("0 passed") and "emu:" not in r.err, f"sm_{sm}: {r.out[-300:]}{r.err[-300:]}")
 
@@ -631,6 +725,21 @@ def harmless(function, site):
     return function in HARMLESS or text.strip().startswith("cudaGetLastError();")  # forgets an error that was looked at
 
 
+def resumable():
+    """A folder with the checkpoint of step 1, for runs that start with --resume."""
+    if not os.path.exists(folder("resumable")):
+        run([*TINY, "--train-data", stories(), "--doc-mask", "--steps", 1, "--save-every", 1, "--out", folder("resumable")])
+    return folder("resumable")
+
+
+def place_for(command):
+    """--out of a run of `command`, where it saves: a new folder, with the checkpoint of step 1 where the run resumes."""
+    at = tempfile.mkdtemp(dir=folder())
+    if "--resume" in command:
+        shutil.copytree(resumable(), at, dirs_exist_ok=True)
+    return at, ["--out", at] if "--save-every" in command else []
+
+
 def runs_of_one_rank():
     """name -> command, and how many ranks. Those that save do so after each step."""
     data, saving = ["--train-data", stories(), "--doc-mask"], ["--steps", 2, "--save-every", 1]
@@ -645,6 +754,12 @@ def runs_of_one_rank():
             "choices": ([PROGRAM, "--init", untrained(), "--seq-len", 8, "--batch-size", 1, "--eval-choices", choices()], 1)}
 
 
+def resumed_runs():
+    """The same from a checkpoint. What a start calls fails while it is read; what a step calls fails in the runs above."""
+    command = [PROGRAM, "--resume", "--steps", 2, "--save-every", 1]
+    return {"resume": (command, 1), "resume_two": ([*command, "--batch-size", 1], 2)}
+
+
 def runs_of_two_ranks():
     # three steps, because rank 1 may be in its second while rank 0 still saves the first
     command = [*RANKS, "--train-data", stories(), "--steps", 3, "--save-every", 1]
@@ -652,12 +767,16 @@ def runs_of_two_ranks():
 
 
 def traced(command, count):
-    """The call sites of a run, of each rank: see call_sites."""
-    at = tempfile.mkdtemp(dir=folder())
-    saves = "--save-every" in command
-    env = {"TRACE_CALLS": at + "/trace", **({"CALLS_AFTER": step_folder(at + "/out", 1)} if saves else {}), **(WAITING if count > 1 else {})}
-    ranks(count, [*command, *(["--out", at + "/out"] if saves else [])], env=env)
-    return [call_sites(PROGRAM, [path]) for path in ([at + "/trace"] if count == 1 else [f"{at}/trace.{r}" for r in range(count)])]
+    """The call sites of a run, of each rank: see call_sites. Of a run that resumes those it calls before its first step, when it opens
+    its metrics; its checkpoint is there all the time."""
+    (at, out), resumes = place_for(command), "--resume" in command
+    metrics, saved = folder(os.path.basename(at) + ".jsonl"), step_folder(at, 1)
+    env = {"TRACE_CALLS": at + ".trace", "CALLS_AFTER": metrics if resumes else saved, **(WAITING if count > 1 else {})}
+    ranks(count, [*command, *out, *(["--metrics", metrics] if resumes else [])], env=env)
+    traces = [f"{at}.trace" + (f".{r}" if count > 1 else "") for r in range(count)]
+    if resumes:
+        return [{key: (address, True) for key, (address, _) in call_sites(PROGRAM, [path], ("0",)).items()} for path in traces]
+    return [call_sites(PROGRAM, [path]) for path in traces]
 
 
 def failures_of(runs, known=()):
@@ -676,8 +795,8 @@ def failures_of(runs, known=()):
 def check_failure(function, site, address, late, rank, command, count, resume):
     """The first call (after the checkpoint of step 1, if `late`) from this address fails: one message that names it, exit code 1, no hang,
     and the last checkpoint opens: `resume` does the next step from it."""
-    out = tempfile.mkdtemp(dir=folder())
-    command = [*command, *(["--out", out] if "--save-every" in command else [])]
+    out, options = place_for(command)
+    command = [*command, *options]
     env = {"EMU_NCCL_TIMEOUT": "20", "MOE_NCCL_TIMEOUT": "20", "OMP_NUM_THREADS": "1", "EMU_DEVICES": str(count)}
     env.update({"CALLS_AFTER": step_folder(out, 1)} if late else {})
     fail = {"EMU_FAIL": f"{function}:1", "FAIL_AT": address}
@@ -721,7 +840,8 @@ def each_fails(jobs, late):
             check_failure(*key, *job, PROGRAM if i % 12 == 0 else CPU_TRAINER)
         except Failure as e:
             return str(e)
-    failures = [f for f in at_once(*(lambda i=i, job=job: attempt(i, *job) for i, job in enumerate(jobs.items()))) if f]
+    most = 6 if any(job[-1] > 1 for job in jobs.values()) else 2  # several ranks mostly sleep: each gives the others time to speak
+    failures = [f for f in at_once(*(lambda i=i, job=job: attempt(i, *job) for i, job in enumerate(jobs.items())), most=most) if f]
     check(not failures, f"{len(failures)} of {len(jobs)} calls: " + "\n     ".join(failures[:12]))
     saved = sum(job[1] for job in jobs.values())
     check(saved >= late, f"{saved} of {len(jobs)} calls fail after a checkpoint, expected {late}")
@@ -738,11 +858,25 @@ def every_call_that_fails_on_one_rank_ends_all():
     each_fails(failures_of(runs_of_two_ranks(), alone), 20)
 
 
+@emu_test
+def every_call_that_fails_while_resuming_leaves_the_checkpoint():
+    first, second = resumed_runs().items()
+    alone = failures_of(dict([first]))
+    both = failures_of(dict([second]), alone)
+    for function in ("cudaGetDeviceCount", "cudaMalloc", "cudaMemcpy", "cudaStreamCreateWithFlags", "cublasLtCreate"):
+        check(any(f == function for f, _ in alone), f"{function} is not among the calls of a resumed start: {sorted(alone)}")
+    each_fails({**both, **alone}, 35)
+
+
 # what none of these runs reaches, by function or name of the call, and why
 UNREACHED = {"cudaMemset2DAsync": "a product over no terms at all: none of the trainer's is, its matrices have at least a column",
              "gemm_peak": "not in the emulator: it has no speed worth knowing",
              "dry_run": "asks whether there is a GPU, and goes on without: dry_run_needs_no_gpu",
              "cudaEventQuery(g->ready)": "behind a cudaStreamQuery that is harmless, in the same condition"}
+# files that none of these runs has, and why
+NOT_HERE = {"llmc/cudnn_attention.cpp": "the emulator has no cuDNN: every_failing_call_of_cudnn_says_which_attention_needs_none",
+            "llmc/cuda_check.h": "macros: what they check counts where they are used",
+            "llmc/nccl_check.h": "asks NCCL for the words of a failure, when there is one"}
 NOT_CALLS = ("cudaCheck", "cublasCheck", "ncclCheck", "cudaGetErrorString", "ncclGetErrorString")
 
 
@@ -769,7 +903,8 @@ def calls_in(file):
 @emu_test
 def no_call_site_is_left_out():
     failed, missed, count = {**failures_of(runs_of_one_rank()), **failures_of(runs_of_two_ranks())}, [], 0
-    for file in ("train_moe.cu", "llmc/gemm.h", "llmc/multi_gpu.h", "llmc/gpu_clock.h", "llmc/cuda_device.h"):
+    sources = [os.path.join("llmc", name) for name in sorted(os.listdir(os.path.join(ROOT, "llmc"))) if not name.endswith(".md")]
+    for file in ["train_moe.cu", *(f for f in sources if f not in NOT_HERE)]:
         sites = {(function.removesuffix("_v2"), int(site.split(":")[1])) for function, site in failed if site.startswith(file + ":")}
         for name, first, last, where in calls_in(file):
             count += 1
@@ -777,6 +912,28 @@ def no_call_site_is_left_out():
                 missed.append(f"{name} in {where}, {file}:{last}")
     check(count >= 195, f"only {count} calls are found in the sources")
     check(not missed, f"nobody makes {len(missed)} of {count} calls fail: " + "; ".join(missed))
+
+
+@emu_test
+def every_failing_call_of_cudnn_says_which_attention_needs_none():  # P5
+    # with a cuDNN that computes nothing (cudnn_stub): whether the real one computes what it should, a machine with it has to show
+    source = read(os.path.join(ROOT, "llmc/cudnn_attention.cpp")).decode()
+    calls = set(re.findall(r"\b(cuda[A-Z]\w*|cudnn[A-Z]\w*|build|get_workspace_size|execute)\((?!Plan)", source))
+    fails = {"cudnnCreate", "cudnnSetStream", "build", "get_workspace_size", "execute", "cudaStreamSynchronize", "cudaFree", "cudaMalloc"}
+    check({c for c in calls if not c.startswith(("cudnnGet", "cudaCheck"))} == fails, f"it calls {calls}")
+    stub = os.path.join(ROOT, "dev/test/cudnn_stub")
+    os.makedirs(folder(), exist_ok=True)
+    run([os.path.join(ROOT, "dev/emu/emucc"), "-I" + ROOT, "-I" + stub, "-o", folder("train_moe"), stub + "/calls.cu"])
+    check(run([folder("train_moe")]).out == "done\n", "it does not run")
+    twice = {"cudnnSetStream", "build", "get_workspace_size", "execute"}  # of forward, and of backward
+    for function, call in [*((f, 1) for f in sorted(fails)), *((f, 2) for f in sorted(twice))]:
+        r = run([folder("train_moe")], env={"EMU_FAIL": f"{function}:{call}"}, code=1)
+        check(len(said(r)) == 1 and r.out == "", f"{function}: {r.out}{r.err}")
+        parts = [function] if function.startswith("cuda") else ["--attention flash needs no cuDNN", "cuDNN 91000" if function in twice - {
+            "cudnnSetStream"} else function]
+        check(all(part in said(r)[0] for part in parts), f"{function}: {said(r)[0]}")
+    old = said(run([folder("train_moe")], env={"EMU_CUDNN": "80900"}, code=1))
+    check(len(old) == 1 and "needs cuDNN 9, this is 80900" in old[0], f"{old}")
 
 
 main()

@@ -1,6 +1,7 @@
 // The runtime's behaviour seen from the host: `api NAME` runs one test; run.py sets the environment.
 #include "cases.h"
 #include <thread>
+#include <vector>
 #include <nvtx3/nvToolsExt.h>
 
 static int failed;
@@ -88,6 +89,26 @@ static void lazy_streams() {
     EXPECT(h[0] == 5);                                 // what was issued after the event has not run
     cudaStreamSynchronize(s);
     EXPECT(h[0] == 6);
+}
+// EMU_LAZY_STREAM=random:SEED: each stream keeps its order, now one goes on and now the other, neither as issued nor all at the end
+static void random_streams() {
+    static std::vector<size_t> ran;
+    const size_t n = 400;
+    cudaStream_t streams[2];
+    for (auto& s : streams) cudaStreamCreate(&s);
+    for (size_t i = 0; i < n; i++) {
+        cudaLaunchHostFunc(streams[i % 2], [](void* number) { ran.push_back((size_t)number); }, (void*)i);
+    }
+    size_t early = ran.size(), changes = 0, after[2] = {0, 0};
+    cudaDeviceSynchronize();
+    EXPECT(ran.size() == n && early > n / 10 && early < n);
+    for (size_t i = 0; i < n; i++) {
+        size_t s = ran[i] % 2;
+        EXPECT(ran[i] == 2 * after[s] + s);
+        after[s]++;
+        changes += i > 0 && s != ran[i - 1] % 2;
+    }
+    EXPECT(changes > 2 && changes < n / 2);
 }
 static void graphs() {
     cudaStream_t s;
@@ -246,6 +267,7 @@ static const struct { const char* name; void (*run)();
     {"fail_templates", fail_templates},
     {"memory_limit", memory_limit},
     {"lazy_streams", lazy_streams},
+    {"random_streams", random_streams},
     {"graphs", graphs},
     {"elapsed", elapsed},
     {"copies_2d", copies_2d},
