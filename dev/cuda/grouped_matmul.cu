@@ -572,6 +572,7 @@ enum Skew { RANDOM, ALL_ON_ONE, ONE_ELSEWHERE }; // ONE_ELSEWHERE: a single toke
 // rows of `length` numbers with zeros behind, up to `padded`
 std::vector<float> random_padded(size_t rows, size_t length, size_t padded, float scale, uint64_t seed) {
     std::vector<float> x = random_floats(rows * padded, scale, seed);
+    #pragma omp parallel for
     for (size_t i = 0; i < x.size(); i++) {
         if (i % padded >= length) { x[i] = 0; }
     }
@@ -580,6 +581,7 @@ std::vector<float> random_padded(size_t rows, size_t length, size_t padded, floa
 
 // clears the rows past `length` of matrices of `padded` rows
 void clear_rows(std::vector<float>* x, size_t row_length, size_t length, size_t padded) {
+    #pragma omp parallel for
     for (size_t i = 0; i < x->size(); i++) {
         if (i / row_length % padded >= length) { (*x)[i] = 0; }
     }
@@ -780,6 +782,7 @@ const char* named(const char* what) {
 
 void check_padding(const char* what, const std::vector<float>& x, size_t length, size_t padded) {
     size_t wrong = 0;
+    #pragma omp parallel for reduction(+ : wrong)
     for (size_t i = 0; i < x.size(); i++) { wrong += i % padded >= length && x[i] != 0; }
     check_result(wrong == 0, named(what), "the padding is not zero");
 }
@@ -809,6 +812,7 @@ void check_d_down_proj(int kernel, const std::vector<float>& got, const std::vec
     std::vector<float> left = to_float(d.d_expert_out.get()), right = act, want = l.d_down_proj0, unused(l.R * l.F);
     if (kernel == 5) {
         std::vector<float> weighted(l.R * l.F);
+        #pragma omp parallel for
         for (size_t i = 0; i < weighted.size(); i++) { weighted[i] = l.router_weights[l.row_slot[i / l.F]] * act[i]; }
         right = to_float(d.expert_act.get());
         check_bf16(named("router weight * act"), right, weighted, 0.51, 0);
@@ -948,7 +952,7 @@ void check_all(int kernel) {
         layer_forward(kernel, empty, d);
         layer_backward(kernel, empty, d);
     }
-    if (dev_long()) { check_layer(kernel, 4096, 16, 2, 896, 512, RANDOM); } // a sequence; all 8 are 8 times as slow
+    if (dev_is_large(kernel)) { check_layer(kernel, 4096, 16, 2, 896, 512, RANDOM); } // a sequence; all 8 are 8 times as slow
 }
 
 // ----------------------------------------------------------------------------
@@ -1069,7 +1073,7 @@ int main(int argc, char** argv) {
     for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
         if (!dev_runs(kernel)) { continue; }
         check_all(kernel);
-        if (dev_benchmarks()) { bench_all(kernel); }
+        if (dev_times(kernel)) { bench_all(kernel); }
     }
     gemm_close();
     return dev_close();
