@@ -1039,6 +1039,23 @@ void bench_products(int kernel, const Layer& l, DeviceLayer& d) {
     });
 }
 
+// the same products by NVIDIA's libraries, beside those of kernel 5
+void bench_libraries(const Layer& l, DeviceLayer& d) {
+    size_t C = l.C, F = l.F;
+    layer_forward(6, l, d); // fills expert_in, which kernel 5 does not need
+    bench_library("cuBLASLt an expert, gate_up", 0, 4.0 * l.R * C * F, [&] {
+        for (size_t e = 0; e < (size_t)l.E; e++) {
+            size_t begin = (size_t)l.expert_offsets[e], rows = (size_t)l.tokens_per_expert[e];
+            matmul_forward(d.gate_up + begin * 2 * F, d.expert_in + begin * C, d.gate_up_proj + e * 2 * F * C, rows, C,
+                           2 * F, 0);
+        }
+    });
+    bench_cublas_grouped("cublasGemmGroupedBatchedEx, gate_up", d.gate_up, d.expert_in, d.gate_up_proj, l, C, 2 * F,
+                         4.0 * l.R * C * F);
+    bench_cublas_grouped("cublasGemmGroupedBatchedEx, expert_out", d.expert_out, d.expert_act, d.down_proj, l, F, C,
+                         2.0 * l.R * C * F);
+}
+
 void bench_all(int kernel) {
     Layer l = make_layer(8 * 4096, 16, 2, 896, 512, RANDOM);
     DeviceLayer d(l);
@@ -1051,20 +1068,7 @@ void bench_all(int kernel) {
     bench(name, 0, flops, [&] { layer_forward(kernel, l, d); });
     snprintf(name, sizeof(name), "grouped_matmul %d, layer backward", kernel);
     bench(name, 0, 2 * flops, [&] { layer_backward(kernel, l, d); });
-    if (kernel == 6) {
-        size_t C = l.C, F = l.F;
-        bench_library("cuBLASLt an expert, gate_up", 0, 4.0 * l.R * C * F, [&] {
-            for (size_t e = 0; e < (size_t)l.E; e++) {
-                size_t begin = (size_t)l.expert_offsets[e], rows = (size_t)l.tokens_per_expert[e];
-                matmul_forward(d.gate_up + begin * 2 * F, d.expert_in + begin * C, d.gate_up_proj + e * 2 * F * C, rows,
-                               C, 2 * F, 0);
-            }
-        });
-        bench_cublas_grouped("cublasGemmGroupedBatchedEx, gate_up", d.gate_up, d.expert_in, d.gate_up_proj, l, C, 2 * F,
-                             4.0 * l.R * C * F);
-        bench_cublas_grouped("cublasGemmGroupedBatchedEx, expert_out", d.expert_out, d.expert_act, d.down_proj, l, F, C,
-                             2.0 * l.R * C * F);
-    }
+    if (kernel == 5) { bench_libraries(l, d); }
 }
 
 int main(int argc, char** argv) {
