@@ -4,6 +4,7 @@
 #define DEV_CUDA_COMMON_H
 
 #include <algorithm>
+#include <malloc.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -285,6 +286,8 @@ inline void dev_open(int argc, char** argv, int num_kernels) {
                   num_kernels);
         }
     }
+    mallopt(M_MMAP_MAX, 0); // keep what is freed: fresh pages for each large vector took half of the host's time
+    mallopt(M_TRIM_THRESHOLD, -1);
     cudaCheck(cudaSetDevice(0));
 #ifdef EMU
     emu::count_kernels(); // there are no times to print: counters
