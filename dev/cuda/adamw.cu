@@ -201,7 +201,8 @@ AdamW some_settings(void) {
 }
 
 std::vector<float> absolute(std::vector<float> x) {
-    for (float& value : x) { value = fabsf(value); }
+    #pragma omp parallel for
+    for (size_t i = 0; i < x.size(); i++) { x[i] = fabsf(x[i]); }
     return x;
 }
 

@@ -126,9 +126,10 @@ inline std::vector<float> to_float(const std::vector<bf16>& x) {
 template <class T> void fill_random(const Device<T>& x, float scale, uint64_t seed) {
     std::vector<float> numbers = random_floats(std::min(x.count, (size_t)1 << 20), scale, seed);
     std::vector<T> block(numbers.begin(), numbers.end());
-    for (size_t i = 0; i < x.count; i += block.size()) {
+    cudaCheck(cudaMemcpy(x.data, block.data(), block.size() * sizeof(T), cudaMemcpyHostToDevice));
+    for (size_t i = block.size(); i < x.count; i += block.size()) {
         size_t bytes = std::min(block.size(), x.count - i) * sizeof(T);
-        cudaCheck(cudaMemcpy(x.data + i, block.data(), bytes, cudaMemcpyHostToDevice));
+        cudaCheck(cudaMemcpy(x.data + i, x.data, bytes, cudaMemcpyDeviceToDevice));
     }
 }
 
