@@ -300,13 +300,13 @@ for k in $kernels; do
     large=$(sed -n 's/([^)]*)//g; s:^// winner\: *\([0-9, ]*\).*:\1:p' "dev/cuda/$k.cu" | tr -d ' ')
     ranks=""
     [ "$k" = nccl_all_reduce ] && ranks=$mpirun
-    step "$k" 45 $ranks "build/dev/$k" ${large:+--large "$large"}
+    step "$k" 60 $ranks "build/dev/$k" ${large:+--large "$large"}
 done
 if [ -n "$cudnn" ] && kill -0 "$cudnn" 2>/dev/null; then
     say "- cuDNN: still compiling, left out"
 elif [ -n "$cudnn" ] && ! wait "$cudnn"; then
     say "- cuDNN: it is here, but attention does not build with it, see $logs/cudnn.log"
 elif [ -n "$cudnn" ]; then
-    for k in attention_forward attention_backward; do step "${k}_cudnn" 45 "build/cudnn/dev/$k" --large 0; done
+    for k in attention_forward attention_backward; do step "${k}_cudnn" 60 "build/cudnn/dev/$k" --large 0; done
 fi
 finish
