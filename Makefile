@@ -205,7 +205,8 @@ $(BUILD)/test_moe_emu: test_moe.cu train_moe.cu train_moe_cpu.c $(HEADERS) $(EMU
 test_moe test_moe_emu: %: $(BUILD)/%
 	@$< $(ONLY)
 
-# A kernel file alone, as in make build/dev/attention_forward: with nvcc where there is a GPU, else for the emulator
+# A kernel file alone, as in make build/dev/attention_forward: with nvcc where there is a GPU, else for the emulator with
+# its checker and counters (EMU_FLAGS=--fast: without, for large shapes)
 ifneq ($(and $(NVCC),$(GPUS)),)
 DEV_HEADERS := # nvcc finds its own
 dev_build = $(NVCC) $(NVCC_FLAGS) $(dev_ranks) $< -o $@ $(dev_cudnn) $(call link_lib,$(call find_lib,cublas,)) $(GPU_LIBS)
@@ -214,7 +215,7 @@ $(BUILD)/dev/attention_forward $(BUILD)/dev/attention_backward: dev_cudnn = $(CU
 $(BUILD)/dev/attention_forward $(BUILD)/dev/attention_backward: $(CUDNN_OBJECT)
 else
 DEV_HEADERS := $(EMU_HEADERS)
-dev_build = dev/emu/emucc $(NCCL_INCLUDE) -I. -o $@ $< $(EMU_LIBS)
+dev_build = dev/emu/emucc --check $(NCCL_INCLUDE) -I. -o $@ $< $(EMU_LIBS)
 endif
 DEV_NEEDS := $(wildcard dev/cuda/*.h) train_moe_cpu.c $(HEADERS) $(EMU) $(BUILD)/flags_gpu $(BUILD)/flags_emu
 $(BUILD)/dev/%: dev/cuda/%.cu $(DEV_NEEDS) | $(DEV_HEADERS)

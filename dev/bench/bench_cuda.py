@@ -125,7 +125,7 @@ def time_all(ops, gpu):
             if not match:
                 continue
             kind, what, ms, rest = match.groups()
-            rate = re.search(r"([\d.]+) GB/s = ([\d.]+) % of copy", rest)
+            rate = re.search(r"([\d.]+) GB/s = ([\d.]+) % of (?:peer )?copy", rest)
             flops = re.search(r"([\d.]+) TFLOP/s = ([\d.]+) % of GEMM", rest)
             cells = [x for m in (rate, flops) for x in ((m.group(1), m.group(2) + " %") if m else ("", ""))]
             rows[op.name].append(row(op.link, what if kind == "bench" else "*%s*" % what, ms, *cells))

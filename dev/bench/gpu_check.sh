@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # gpu_check.sh: everything that is worth knowing on a GPU for the first time, in one command and under eight minutes: builds
 # for the GPU that is here, tests, checks each kernel, measures, trains 20 steps of smol-500m, and ends with one table. It
-# needs nvcc, make, C and C++ compilers and one GPU; no network, no MPI, no Python.
+# needs nvcc, make, C and C++ compilers and one GPU; no network, no MPI, no Python. With several GPUs and MPI it also trains and
+# averages gradients on all of them, with cuDNN it times that library's attention.
 #
 #   dev/bench/gpu_check.sh              on a machine with a GPU
 #   dev/bench/gpu_check.sh --carry      beforehand, on a machine that has cJSON: copies it to build/cjson, to be carried
@@ -9,7 +10,7 @@
 #   dev/bench/gpu_check.sh --emulator   the same steps with small models in dev/emu: tries this script where there is no GPU
 #
 # Logs, and the table as table.md, are in build/gpu_check, or in $OUT if that is set. MINUTES=8 is the time it may take; what comes
-# too late is left out, and named. KERNELS="rmsnorm router" checks these files of dev/cuda only. Exit code 0: nothing failed,
+# too late is cut off or left out, and named. KERNELS="rmsnorm router" checks these files of dev/cuda only. Exit code 0: nothing failed,
 # nothing was left out.
 set -u
 cd "$(dirname "$0")/../.."
@@ -18,7 +19,7 @@ if ! command -v nvidia-smi >/dev/null 2>&1; then nvidia-smi() { return 1; }; fi
 deadline=$((SECONDS + ${MINUTES:-8} * 60))
 emulator="" failed=0 left_out=0
 # what the Makefile calls, too; nvcc needs a C++ compiler
-needs="awk cat cc cut dirname g++ grep head ls make mkdir nproc rm sed sleep sort tail tee timeout tr uname uniq wc xargs"
+needs="awk cat cc cut dirname g++ grep head ln ls make mkdir nproc rm sed sleep sort tail tee timeout tr uname uniq wc xargs"
 mkdir -p "$logs" build
 
 if [ "${1:-}" = --carry ]; then
@@ -57,7 +58,7 @@ step() { # step NAME SECONDS COMMAND...: runs it with a time limit, its output i
         return 0
     fi
     failed=$((failed + 1))
-    if [ "$code" = 124 ] || [ "$code" = 137 ]; then say "✗ $name: not done after $limit s, see $logs/$name.log"
+    if [ "$code" = 124 ] || [ "$code" = 137 ]; then say "✗ $name: cut off after $limit s; what it had measured by then is in the table, the rest of its output in $logs/$name.log"
     else
         say "✗ $name: exit code $code, see $logs/$name.log"
         grep -E 'FAIL|error' "$logs/$name.log" | head -n 3 | cut -c1-300 | sed 's/^/    /' | tee -a "$logs/summary.txt"
@@ -79,7 +80,7 @@ table() {
         sed -n '/^profile/,/^  step /s/^  \([a-z_]*\)  *\([0-9.][0-9.]*\)  *\([0-9.]*\)%.*/phase: \1|\2|-|-|-|\3/p' "$logs/train.log" 2>/dev/null |
             grep -v '^phase: step|'
         training "$logs/metrics_all.jsonl" "training on $cards cards" "$cards"
-        for k in $kernels; do sed -n '/^bench /p; /^library /p' "$logs/$k.log" 2>/dev/null; done | awk '{
+        for k in $kernels attention_forward_cudnn attention_backward_cudnn; do sed -n '/^bench /p; /^library /p' "$logs/$k.log" 2>/dev/null; done | awk '{
             what = $0; sub(": [0-9.]+ ms.*", "", what); sub("^bench ", "", what)
             rest = $0; sub(".*: ", "", rest); ms = rest; sub(" ms.*", "", ms)
             n = split(rest, part, ", "); rate = unit = share = "-"
@@ -91,8 +92,16 @@ table() {
             gsub("[|]", "/", what)
             print what "|" ms "|" rate "|" unit "|" share "|-" }'
     } | awk -F'|' '{
-            if (NR == 2) { print "| -------------------------------------------- | --------: | --------: | ------- | -----: | -----: |" }
-            printf "| %-44s | %9s | %9s | %-7s | %6s | %6s |\n", substr($1, 1, 44), $2, $3, $4, $5, $6 }' >"$logs/table.md"
+            row[NR] = $0
+            if (length($1) > width) width = length($1) }
+        END {
+            line = sprintf("%" width "s", "")
+            gsub(" ", "-", line)
+            for (i = 1; i <= NR; i++) {
+                split(row[i], x, "|")
+                printf "| %-" width "s | %9s | %9s | %-7s | %6s | %6s |\n", x[1], x[2], x[3], x[4], x[5], x[6]
+                if (i == 1) { print "| " line " | --------: | --------: | ------- | -----: | -----: |" }
+            } }' >"$logs/table.md"
 }
 peak() { sed -n "s/^peak $1: \([0-9.]*\).*/\1/p" "$logs/peaks.log" 2>/dev/null; }
 training() { # training METRICS NAME CARDS: rows of a run of smol-500m, 1.582 GFLOP a token at T = 4096
@@ -177,8 +186,21 @@ fi
 timeout -k 5 $((deadline - SECONDS > 5 ? deadline - SECONDS : 5)) xargs make -k -j "$jobs" ${GPU_ARCH:+GPU_ARCH="$GPU_ARCH"} \
     >"$logs/build_kernels.log" 2>&1 < <(for k in $kernels; do echo "build/dev/$k"; done) &
 building=$!
+# attention with cuDNN beside it, where cuDNN is: in a build folder of its own, so that nothing else depends on it
+cudnn=""
+mkdir -p build/cudnn
+for carried in cuda-wheels cudnn-wheels cjson; do
+    if [ -e "build/$carried" ] && [ ! -e "build/cudnn/$carried" ]; then ln -s "../$carried" "build/cudnn/$carried"; fi
+done
+make_cudnn() { make BUILD=build/cudnn USE_CUDNN=1 ${GPU_ARCH:+GPU_ARCH="$GPU_ARCH"} "$@" >>"$logs/cudnn.log" 2>&1; }
+if [ -z "$emulator" ] && make_cudnn found-gpu; then
+    make_cudnn -j 2 build/cudnn/dev/attention_forward build/cudnn/dev/attention_backward &
+    cudnn=$!
+else
+    say "- cuDNN: not here"
+fi
 logging=""
-trap 'kill $building $logging 2>/dev/null' EXIT
+trap 'kill $building $cudnn $logging 2>/dev/null' EXIT
 # Timing is best with nothing else running, but training must not be left out because compiling takes long.
 compiled() { # compiled SECONDS: waits for the kernels, as long as there is so much time left
     while kill -0 "$building" 2>/dev/null && [ $((deadline - SECONDS)) -gt "$1" ]; do sleep 1; done
@@ -228,9 +250,15 @@ clocks "$mark" | tee -a "$logs/summary.txt"
 B=24 steps=20 accum=4
 [ -n "$emulator" ] && B=2 steps=3 accum=2
 if [ -z "$emulator" ]; then # nine tenths of the card are ours, the rest is cuBLAS's and the driver's
-    gib=$(nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits | awk 'NR == 1 { printf "%.2f", $1 / 1024 * 0.9 }')
-    fits=$($trainer --model $model -t $T --dry-run --memory "$gib" |
+    free=$(sed -n 's/^cards: .*, \([0-9.]*\) GiB free$/\1/p' "$logs/peaks.log")
+    if [ -z "$free" ]; then
+        free=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits |
+            awk 'NR == 1 && $1 + 0 > 0 { printf "%.2f", $1 / 1024 }') # "[N/A]" on a part of a card (MIG)
+        say "- memory: peaks did not say how much is free, nvidia-smi says that the card has ${free:-an unknown number of} GiB"
+    fi
+    fits=$([ -z "$free" ] || $trainer --model $model -t $T --dry-run --memory "$(awk "BEGIN { print 0.9 * $free }")" |
         sed -n 's/.*largest batch.*--batch-size \([0-9]*\).*/\1/p')
+    [ -z "$fits" ] && say "- batch size: it is not known what fits into ${free:-unknown} GiB; tries 1"
     [ "${fits:-0}" -lt "$B" ] && B=${fits:-1}
     [ "$B" -lt 16 ] && accum=2 # a small card is slow, too: 20 steps shall fit into the time
 fi
@@ -238,10 +266,19 @@ mark=$(now)
 step train 150 $trainer --model $model -t $T -b "$B" --grad-accum $accum -n $steps -d "$logs/train_*.bin" --profile \
     --metrics "$logs/metrics.jsonl"
 clocks "$mark" | tee -a "$logs/summary.txt"
-cards=$(printf '%s\n' "$gpus" | grep -c .)
-if [ "$cards" -gt 1 ] && command -v mpirun >/dev/null 2>&1; then
+# as CUDA counts them, which heeds CUDA_VISIBLE_DEVICES; without peaks one
+cards=$(sed -n 's/^cards: \([0-9]*\),.*/\1/p' "$logs/peaks.log")
+mpirun=""
+if [ "${cards:=1}" -gt 1 ]; then
+    mpirun="mpirun --bind-to none -n $cards"
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-    step train_all_gpus 90 mpirun --bind-to none -n "$cards" $trainer --model $model -t $T -b "$B" --grad-accum $accum -n 8 \
+    if ! command -v mpirun >/dev/null 2>&1 || grep -qE '(✗|-) (NCCL|MPI)' "$logs/build_trainer.log"; then
+        say "- $cards GPUs, but no MPI or no NCCL: only one is used"
+        mpirun=""
+    fi
+fi
+if [ -n "$mpirun" ]; then
+    step train_all_gpus 90 $mpirun $trainer --model $model -t $T -b "$B" --grad-accum $accum -n 8 \
         -d "$logs/train_*.bin" --profile --metrics "$logs/metrics_all.jsonl"
 fi
 
@@ -259,6 +296,17 @@ for k in $kernels; do
         failed=$((failed + 1))
         continue
     fi
-    step "$k" 60 "build/dev/$k"
+    # all kernels meet the awkward shapes, the trainer's alone smol-500m's: `make bench` has time for the others
+    large=$(sed -n 's/([^)]*)//g; s:^// winner\: *\([0-9, ]*\).*:\1:p' "dev/cuda/$k.cu" | tr -d ' ')
+    ranks=""
+    [ "$k" = nccl_all_reduce ] && ranks=$mpirun
+    step "$k" 60 $ranks "build/dev/$k" ${large:+--large "$large"}
 done
+if [ -n "$cudnn" ] && kill -0 "$cudnn" 2>/dev/null; then
+    say "- cuDNN: still compiling, left out"
+elif [ -n "$cudnn" ] && ! wait "$cudnn"; then
+    say "- cuDNN: it is here, but attention does not build with it, see $logs/cudnn.log"
+elif [ -n "$cudnn" ]; then
+    for k in attention_forward attention_backward; do step "${k}_cudnn" 60 "build/cudnn/dev/$k" --large 0; done
+fi
 finish

@@ -95,10 +95,13 @@ static void product(const char* name, bool trans_a, bool trans_b, size_t M, size
 int main(int argc, char** argv) {
     program_name = "peaks";
     if (argc > 1) { seconds = atof(argv[1]); }
-    cuda_count_devices();
+    int cards = cuda_count_devices();
     cudaDeviceProp p = cuda_use_device(0, touch);
     printf("%s, sm_%d%d, %d multiprocessors, %.1f GiB\n", p.name, p.major, p.minor, p.multiProcessorCount,
            (double)p.totalGlobalMem / (double)(1 << 30));
+    size_t free_bytes, total;
+    cudaCheck(cudaMemGetInfo(&free_bytes, &total));
+    printf("cards: %d, %.2f GiB free\n", cards, (double)free_bytes / (double)(1 << 30));
     gemm_open();
 #ifdef EMU
     const size_t n = 64, rows = 32, C = 64, V = 512; // no times worth having: that it runs is all there is to see

@@ -196,7 +196,8 @@ AdamW some_settings(void) {
 }
 
 std::vector<float> absolute(std::vector<float> x) {
-    for (float& value : x) { value = fabsf(value); }
+    #pragma omp parallel for
+    for (size_t i = 0; i < x.size(); i++) { x[i] = fabsf(x[i]); }
     return x;
 }
 
@@ -223,7 +224,12 @@ struct State {
         double clip = a.grad_clip / (norm.get()[0] + 1e-6);
         c.grad_scale = a.grad_clip > 0 && clip < 1 ? (float)clip : 1;
         for (ParamRange r : host_ranges) {
-            cpu::adamw_range(p.data(), grads.data(), m.data(), v.data(), r.begin, r.end, c, r.decays);
+            const size_t piece = 1 << 16;
+            #pragma omp parallel for
+            for (size_t begin = r.begin; begin < r.end; begin += piece) {
+                cpu::adamw_range(p.data(), grads.data(), m.data(), v.data(), begin, std::min(begin + piece, r.end), c,
+                                 r.decays);
+            }
         }
     }
 };
@@ -312,21 +318,32 @@ void rounding_ignores_the_launch(int kernel) {
     }
 }
 
-// Tensors of smol-500m as they lie in the arena: a whole layer, the last norm and lm_head, its largest tensor. The
-// other layers are the same again, and all of them with the reference beside them would take 20 GB.
-void smol_500m_matches_cpu(int kernel) {
-    const size_t C = 896, heads = 1024, F = 512, E = 16, V = 151936;
-    const struct { size_t numel; int decays; } tensors[] = {
-        {C, 0}, {3 * heads * C, 1}, {64, 0}, {64, 0}, {C * heads, 1},       // input_layernorm, qkv, q_norm, k_norm, o
-        {C, 0}, {E * C, 1}, {E * 2 * F * C, 1}, {E * C * F, 1},             // the norm after it, router, experts
-        {C, 0}, {V * C, 1}};                                                // the last norm, lm_head
+// The parameters of smol-500m as they lie in the arena; neighbours that all decay, or all do not, are one range.
+std::vector<ParamRange> smol_500m_ranges(int layers, bool tied) {
+    MoEConfig config;
+    ParamTable table;
+    config_preset(&config, "smol-500m");
+    config.num_hidden_layers = layers;
+    config.tie_word_embeddings = tied;
+    param_table_build(&table, &config);
     std::vector<ParamRange> ranges;
-    size_t count = 0;
-    for (auto t : tensors) {
-        ranges.push_back({count, count + t.numel, t.decays});
-        count += t.numel;
+    for (size_t i = 0; i < table.count; i++) {
+        const ParamTensor& t = table.tensors[i];
+        if (!ranges.empty() && ranges.back().decays == t.decays) {
+            ranges.back().end = t.offset + t.numel;
+        } else {
+            ranges.push_back({t.offset, t.offset + t.numel, t.decays});
+        }
     }
-    steps_match_cpu(kernel, count, ranges, 2, 1, 1);
+    param_table_free(&table);
+    return ranges;
+}
+
+// The embedding, which is the largest tensor, a layer and the last norm. The other layers are the same again, and all
+// of them with the reference beside them would take 20 GB.
+void smol_500m_matches_cpu(int kernel) {
+    std::vector<ParamRange> ranges = smol_500m_ranges(1, true);
+    steps_match_cpu(kernel, ranges.back().end, ranges, 2, 1, 1);
 }
 
 void check_all(int kernel) {
@@ -339,23 +356,36 @@ void check_all(int kernel) {
     padding_stays_zero(kernel);
     rounding_is_unbiased(kernel);
     rounding_ignores_the_launch(kernel);
-    if (dev_long()) { smol_500m_matches_cpu(kernel); }
+    if (dev_is_large(kernel)) { smol_500m_matches_cpu(kernel); }
 }
 
+// all of smol-500m, or as many of its layers as there is memory for: 18 bytes a parameter
 void bench_all(int kernel) {
-    const size_t count = (size_t)128 << 20;
-    std::vector<ParamRange> ranges;
-    for (size_t begin = 0; begin < count; begin += count / 64) { // weights, a norm, weights, a norm ...
-        ranges.push_back({begin, begin + count / 64 - 896, 1});
-        ranges.push_back({begin + count / 64 - 896, begin + count / 64, 0});
+    size_t available, total;
+    cudaCheck(cudaMemGetInfo(&available, &total));
+    int layers = 12;
+    std::vector<ParamRange> host_ranges = smol_500m_ranges(layers, false);
+    while (layers > 0 && 18 * host_ranges.back().end > available / 10 * 9) {
+        host_ranges = smol_500m_ranges(--layers, false);
     }
-    State s(count, ranges, 1);
+    const size_t count = host_ranges.back().end;
+    Device<ParamRange> ranges(host_ranges);
+    Device<bf16> params(count);
+    Device<float> master(count), grads(count), m(count), v(count), norm(std::vector<float>{1.0f});
+    fill_random(params, 1, 1);
+    fill_random(master, 1, 1);
+    fill_random(grads, 1, 2);
+    fill_random(m, 0.1f, 3);
+    cudaCheck(cudaMemset(v, 0, count * sizeof(float))); // its square root must exist; it fills in the first steps
     AdamW a = some_settings();
-    char name[64];
-    snprintf(name, sizeof(name), "adamw %d master count=%zu", kernel, count);
-    bench(name, 30.0 * (double)count, 0, [&] { s.step(kernel, true, a); });
-    snprintf(name, sizeof(name), "adamw %d stochastic count=%zu", kernel, count);
-    bench(name, 24.0 * (double)count, 0, [&] { s.step(kernel, false, a); });
+    for (bool with_master : {true, false}) {
+        char name[96];
+        snprintf(name, sizeof(name), "adamw %d %s %.0fM parameters, %d layers", kernel,
+                 with_master ? "master" : "stochastic", (double)count / 1e6, layers);
+        bench(name, (with_master ? 30.0 : 24.0) * (double)count, 0, [&] {
+            run(kernel, params, with_master ? master.data : NULL, grads, m, v, norm, host_ranges, ranges, count, a);
+        });
+    }
 }
 
 int main(int argc, char** argv) {
@@ -364,7 +394,7 @@ int main(int argc, char** argv) {
     for (int kernel = 1; kernel <= num_kernels; kernel++) {
         if (!dev_runs(kernel)) { continue; }
         check_all(kernel);
-        if (dev_benchmarks()) { bench_all(kernel); }
+        if (dev_times(kernel)) { bench_all(kernel); }
     }
     return dev_close();
 }

@@ -178,7 +178,7 @@ static const AttentionCase attention_cases[] = {
     {1, 63, 8, 1, 64, RANDOM},        {1, 65, 4, 4, 128, RANDOM},        {2, 65, 4, 1, 16, HALVES},
     {1, 130, 8, 1, 40, RANDOM},       {1, 200, 2, 2, 64, WHOLE},         {1, 200, 4, 1, 64, HALVES},
     {1, 200, 2, 1, 24, RANDOM},       {1, 129, 3, 1, 120, HALVES},       {1, 200, 2, 1, 128, WHOLE},
-    {1, 40, 2, 1, 32, SINGLE_TOKENS}, {1, 70, 2, 2, 128, SINGLE_TOKENS},
+    {1, 40, 2, 1, 32, SINGLE_TOKENS}, {1, 70, 2, 2, 128, SINGLE_TOKENS}, {1, 33, 16, 16, 64, WHOLE}, // smol-500m's
 };
 #ifdef EMU
 #define LONG_HEADS 2 // all 16 would take the emulator more than an hour
@@ -241,14 +241,11 @@ void bench_attention(const char* op, int kernel, double bytes, double flops, Lau
 // (B,heads,T,HD), the CPU's layout, from rows of ld numbers a token of which the heads begin at `column`
 inline std::vector<float> head_major(const std::vector<float>& rows, const AttentionCase& c, size_t ld, size_t column,
                                      int heads) {
-    std::vector<float> x;
-    for (size_t b = 0; b < c.B; b++) {
-        for (int h = 0; h < heads; h++) {
-            for (size_t t = 0; t < c.T; t++) {
-                const float* row = &rows[(b * c.T + t) * ld + column + (size_t)h * c.HD];
-                x.insert(x.end(), row, row + c.HD);
-            }
-        }
+    std::vector<float> x(c.B * heads * c.T * c.HD);
+    #pragma omp parallel for
+    for (size_t i = 0; i < c.B * heads * c.T; i++) {
+        size_t b = i / (heads * c.T), h = i / c.T % heads, t = i % c.T;
+        std::copy_n(&rows[(b * c.T + t) * ld + column + h * c.HD], c.HD, &x[i * c.HD]);
     }
     return x;
 }
@@ -352,7 +349,8 @@ private:
         for (int c = 0; c < s.HD; c++) { sums[c] += factor_squared * x[c] * x[c]; }
     }
     static void roots(std::vector<double>& x) {
-        for (double& value : x) { value = sqrt(value); }
+        #pragma omp parallel for
+        for (size_t i = 0; i < x.size(); i++) { x[i] = sqrt(x[i]); }
     }
     // use(q_row, k_row, out_row, p, one_key) for each query and each key that it sees: where the rows of q and d_q, of
     // k, v, d_k and d_v, of out and d_out begin, the key's probability, and whether there is no other key

@@ -4,6 +4,7 @@
 #define DEV_CUDA_COMMON_H
 
 #include <algorithm>
+#include <malloc.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -120,6 +121,18 @@ inline std::vector<float> to_float(const std::vector<bf16>& x) {
     return y;
 }
 
+// Random numbers for a benchmark: a block of 2^20 again and again. Hundreds of millions of different ones would keep
+// the host busy for longer than all the times take.
+template <class T> void fill_random(const Device<T>& x, float scale, uint64_t seed) {
+    std::vector<float> numbers = random_floats(std::min(x.count, (size_t)1 << 20), scale, seed);
+    std::vector<T> block(numbers.begin(), numbers.end());
+    cudaCheck(cudaMemcpy(x.data, block.data(), block.size() * sizeof(T), cudaMemcpyHostToDevice));
+    for (size_t i = block.size(); i < x.count; i += block.size()) {
+        size_t bytes = std::min(block.size(), x.count - i) * sizeof(T);
+        cudaCheck(cudaMemcpy(x.data + i, x.data, bytes, cudaMemcpyDeviceToDevice));
+    }
+}
+
 // ----------------------------------------------------------------------------
 // checks. Written so that a NaN fails.
 
@@ -128,11 +141,15 @@ static uint64_t checks_bits = 0; // a hash of all results: equal bits, whatever 
 
 template <class T> void hash_results(const std::vector<T>& x) {
     const unsigned char* bytes = (const unsigned char*)x.data();
-    for (size_t i = 0; i < x.size() * sizeof(T); i += sizeof(uint64_t)) {
+    const size_t size = x.size() * sizeof(T), words = ceil_div(size, sizeof(uint64_t));
+    uint64_t sum = 0; // of hashes that know their place: in whatever order threads add them
+    #pragma omp parallel for reduction(+ : sum)
+    for (size_t i = 0; i < words; i++) {
         uint64_t word = 0;
-        memcpy(&word, bytes + i, std::min(sizeof(word), x.size() * sizeof(T) - i));
-        checks_bits = hash64(checks_bits ^ word);
+        memcpy(&word, bytes + 8 * i, std::min(sizeof(word), size - 8 * i));
+        sum += hash64(word ^ hash64(i));
     }
+    checks_bits = hash64(checks_bits ^ sum);
 }
 
 inline double rms(const std::vector<float>& x) {
@@ -214,54 +231,90 @@ inline void check_f32(const char* what, const std::vector<float>& got, const std
 template <class T> inline void check_equal(const char* what, const std::vector<T>& got, const std::vector<T>& want) {
     hash_results(got);
     if (!same_length(what, got.size(), want.size())) { return; }
-    char detail[256];
+    size_t bad = want.size();
+    #pragma omp parallel for reduction(min : bad)
     for (size_t i = 0; i < want.size(); i++) {
-        if (memcmp(&got[i], &want[i], sizeof(T)) == 0) { continue; }
-        snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g", i, want.size(), (double)got[i],
-                 (double)want[i]);
-        return check_result(false, what, detail);
+        if (memcmp(&got[i], &want[i], sizeof(T)) != 0) { bad = std::min(bad, i); }
     }
-    check_result(true, what, "");
+    char detail[256] = "";
+    if (bad < want.size()) {
+        snprintf(detail, sizeof(detail), "element %zu of %zu is %g, not %g", bad, want.size(), (double)got[bad],
+                 (double)want[bad]);
+    }
+    check_result(bad == want.size(), what, detail);
 }
 
 // ----------------------------------------------------------------------------
-// the harness: which kernels run, and what the exit code is. A main is
+// the harness: which kernels run, at which sizes, and what the exit code is. A main is
 //     dev_open(argc, argv, NUM_KERNELS);
-//     for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) { if (dev_runs(kernel)) { check(kernel); ... } }
+//     for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
+//         if (dev_runs(kernel)) { check_all(kernel); }
+//         if (dev_times(kernel)) { bench_all(kernel); }
+//     }
 //     return dev_close();
 
 static int dev_only = 0; // 0: all kernels
-static bool dev_long_wanted = false;
+static bool dev_long = false;
+static std::vector<int> dev_large; // the kernels that --large names; none: all
 
-// ./op, ./op 3, ./op --long
+// "2,3" of --large
+inline void dev_read_large(const char* list, int num_kernels) {
+    for (const char* at = list; at == list || at[-1] == ',';) {
+        char* end;
+        long kernel = strtol(at, &end, 10);
+        if (end == at || (*end != ',' && *end != '\0') || kernel < 0 || kernel > num_kernels) {
+            fatal("--large %s: give kernels from 1 to %d as 2,3 (0: cuDNN's)", list, num_kernels);
+        }
+        dev_large.push_back((int)kernel);
+        at = end + 1;
+    }
+}
+
+// ./op, ./op 3, ./op --long, ./op --large 3
 inline void dev_open(int argc, char** argv, int num_kernels) {
     for (int i = 1; i < argc; i++) {
         char* end;
         long kernel = strtol(argv[i], &end, 10);
         if (strcmp(argv[i], "--long") == 0) {
-            dev_long_wanted = true;
+            dev_long = true;
+        } else if (strcmp(argv[i], "--large") == 0 && i + 1 < argc) {
+            dev_read_large(argv[++i], num_kernels);
         } else if (*argv[i] != '\0' && *end == '\0' && kernel >= 1 && kernel <= num_kernels) {
             dev_only = (int)kernel;
         } else {
             fatal("'%s' is no argument of %s: give a kernel from 1 to %d, or none for all; --long for large shapes in "
-                  "the emulator, too", argv[i], argv[0], num_kernels);
+                  "the emulator, too; --large 2,3 for large shapes with these kernels only", argv[i], argv[0],
+                  num_kernels);
         }
     }
+    mallopt(M_MMAP_MAX, 0); // keep what is freed: fresh pages for each large vector took half of the host's time
+    mallopt(M_TRIM_THRESHOLD, -1);
     cudaCheck(cudaSetDevice(0));
+#ifdef EMU
+    emu::count_kernels(); // there are no times to print: counters
+#endif
 }
 inline bool dev_runs(int kernel) { return dev_only == 0 || dev_only == kernel; }
 
-// whether to check the shapes of smol-500m: on a GPU always, in the emulator with --long
+// Whether a kernel is checked with all tokens of smol-500m, 8 sequences of 4096: on a GPU, in the emulator with --long.
+// Fewer tokens meet the model's widths (hidden size 896, experts' 512, heads of 64) everywhere.
 #ifdef EMU
-inline bool dev_long() { return dev_long_wanted; }
 inline bool dev_benchmarks() { return false; } // the emulator has no time to measure
 #else
-inline bool dev_long() { return true; }
 inline bool dev_benchmarks() { return true; }
 #endif
+inline bool dev_is_large(int kernel) {
+    bool named = dev_large.empty() || std::find(dev_large.begin(), dev_large.end(), kernel) != dev_large.end();
+    return named && (dev_benchmarks() || dev_long);
+}
+inline size_t smol_500m_tokens(int kernel) { return dev_is_large(kernel) ? 8 * 4096 : 33; }
+inline bool dev_times(int kernel) { return dev_benchmarks() && dev_runs(kernel) && dev_is_large(kernel); }
 
 inline int dev_close() {
     cudaCheck(cudaDeviceSynchronize());
+#ifdef EMU
+    emu::count_table(stdout);
+#endif
     printf("bits of all results: %016llx\n", (unsigned long long)checks_bits);
     printf("%d passed, %d failed\n", checks_passed, checks_failed);
     return checks_failed > 0;
@@ -271,33 +324,52 @@ inline int dev_close() {
 // timing: the median of many runs, none of which finds its data in the L2 cache, beside what this very card reaches
 // when it only copies (GB/s) or only multiplies (TFLOP/s, cuBLASLt). Nominal peaks are not used: no card holds them.
 
-// Milliseconds of launch() on the default stream.
-template <class Launch> double median_ms(Launch launch) {
-    int l2_bytes = 0;
-    cudaCheck(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, 0));
-    size_t flush_bytes = 2 * (size_t)l2_bytes + 1;
-    Device<unsigned char> flush(flush_bytes);
+inline double median(std::vector<float> times) {
+    std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+    return times[times.size() / 2];
+}
+
+// One run after another: the L2 cache is overwritten, then launch() is timed on the default stream.
+struct Stopwatch {
+    size_t flush_bytes;
+    Device<unsigned char> flush;
     cudaEvent_t begin, end;
-    cudaCheck(cudaEventCreate(&begin));
-    cudaCheck(cudaEventCreate(&end));
-    std::vector<float> times;
-    double total = 0; // half a second of runs, at least 10 and at most 200
-    for (int run = -10; run < 10 || (run < 200 && total < 500); run++) {
-        cudaCheck(cudaMemsetAsync(flush, run & 1, flush_bytes, 0)); // the card is busy while the launch is queued
+    static size_t twice_l2() {
+        int bytes = 0;
+        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, 0));
+        return 2 * (size_t)bytes + 1;
+    }
+    Stopwatch() : flush_bytes(twice_l2()), flush(flush_bytes) {
+        cudaCheck(cudaEventCreate(&begin));
+        cudaCheck(cudaEventCreate(&end));
+    }
+    ~Stopwatch() {
+        cudaEventDestroy(begin);
+        cudaEventDestroy(end);
+    }
+    template <class Launch> float ms(Launch launch) {
+        cudaCheck(cudaMemsetAsync(flush, 0, flush_bytes, 0)); // the card is busy while the launch is queued
         cudaCheck(cudaEventRecord(begin, 0));
         launch();
         cudaCheck(cudaEventRecord(end, 0));
         cudaCheck(cudaEventSynchronize(end));
-        if (run < 0) { continue; } // warm-up
-        float ms;
-        cudaCheck(cudaEventElapsedTime(&ms, begin, end));
-        times.push_back(ms);
-        total += ms;
+        float result;
+        cudaCheck(cudaEventElapsedTime(&result, begin, end));
+        return result;
     }
-    cudaCheck(cudaEventDestroy(begin));
-    cudaCheck(cudaEventDestroy(end));
-    std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-    return times[times.size() / 2];
+};
+
+// Milliseconds of launch() on the default stream.
+template <class Launch> double median_ms(Launch launch) {
+    Stopwatch watch;
+    double warm = 0, total = 0;
+    for (int run = 0; run < 10 && warm < 200; run++) { warm += watch.ms(launch); }
+    std::vector<float> times; // half a second of runs, at most 200, and at least 10, or 5 where they are slow
+    while (times.size() < 5 || (times.size() < 10 && total < 1000) || (times.size() < 200 && total < 500)) {
+        times.push_back(watch.ms(launch));
+        total += times.back();
+    }
+    return median(times);
 }
 
 // GB/s of a large copy from device to device, read and written bytes counted

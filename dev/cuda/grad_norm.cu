@@ -124,18 +124,16 @@ void check_all(int kernel) {
     grad_norm_matches_cpu(kernel, 1000, 1e30f);               // squares beyond fp32
     grad_norm_matches_cpu(kernel, 1000, 1e-30f);
     nan_and_inf_reach_the_norm(kernel);
-    if (dev_long()) { grad_norm_matches_cpu(kernel, SMOL_500M, 0.01f); }
+    // the emulator walks kernel 1's one block thread by thread: an eighth of the gradients
+    const size_t count = kernel == 1 && !dev_benchmarks() ? SMOL_500M / 8 : SMOL_500M;
+    if (dev_is_large(kernel)) { grad_norm_matches_cpu(kernel, count, 0.01f); }
 }
 
 void bench_all(int kernel) {
     const size_t count = SMOL_500M;
-    std::vector<float> block = random_floats((size_t)1 << 20, 1, 2);
     Device<float> grads(count), norm(1);
     Device<double> partials(grad_norm_doubles(count));
-    for (size_t i = 0; i < count; i += block.size()) {
-        size_t bytes = std::min(block.size(), count - i) * sizeof(float);
-        cudaCheck(cudaMemcpy(grads.data + i, block.data(), bytes, cudaMemcpyHostToDevice));
-    }
+    fill_random(grads, 1, 2);
     char name[64];
     snprintf(name, sizeof(name), "grad_norm %d count=%zu", kernel, count);
     bench(name, (double)count * sizeof(float), 0, [&] { run(kernel, norm, partials, grads, count); });
@@ -156,7 +154,7 @@ int main(int argc, char** argv) {
     for (int kernel = 1; kernel <= num_kernels; kernel++) {
         if (!dev_runs(kernel)) { continue; }
         check_all(kernel);
-        if (dev_benchmarks()) { bench_all(kernel); }
+        if (dev_times(kernel)) { bench_all(kernel); }
     }
     return dev_close();
 }

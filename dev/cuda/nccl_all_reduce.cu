@@ -17,6 +17,7 @@
 //   dev/emu/emucc -I. -o build/dev/nccl_all_reduce dev/cuda/nccl_all_reduce.cu -lcjson
 //   EMU_DEVICES=2 mpirun -n 2 build/dev/nccl_all_reduce      (without mpirun: one rank)
 #define OMPI_SKIP_MPICXX 1
+#include <functional>
 #include <mpi.h>
 #include <nccl.h>
 #include "common.h"
@@ -159,6 +160,50 @@ static void check_pack(int kernel, size_t n) {
     check_result(nan_stays && untouched, what, "a NaN was lost, or something written behind the end");
 }
 
+// Milliseconds of launch() on the slowest rank: the median of many runs that all ranks begin together, as bench()
+static double all_ranks_ms(int runs, const std::function<void()>& launch) {
+    Stopwatch watch;
+    std::vector<float> times;
+    for (int run = -5; run < runs; run++) {
+        MPI_Barrier(MPI_COMM_WORLD);
+        float ms = watch.ms(launch);
+        if (run >= 0) { times.push_back(ms); } // the others warm up
+    }
+    MPI_Allreduce(MPI_IN_PLACE, times.data(), runs, MPI_FLOAT, MPI_MAX, MPI_COMM_WORLD);
+    return median(times);
+}
+
+// GB/s from each GPU to the next one in a ring, all at once: what a link carries in one direction, as in a ring of NCCL
+static double peer_bandwidth(size_t bytes, int runs) {
+    int next = (rank + 1) % num_ranks, direct = 0;
+    cudaCheck(cudaDeviceCanAccessPeer(&direct, rank, next));
+    if (direct && cudaDeviceEnablePeerAccess(next, 0) != cudaSuccess) { (void)cudaGetLastError(); } // it is enabled
+    Device<unsigned char> from(bytes);
+    cudaCheck(cudaSetDevice(next));
+    Device<unsigned char> to(bytes);
+    cudaCheck(cudaSetDevice(rank));
+    double ms = all_ranks_ms(runs, [&] { cudaCheck(cudaMemcpyPeerAsync(to, next, from, rank, bytes, 0)); });
+    return (double)bytes / ms / 1e6;
+}
+
+// bus bandwidth as nccl-tests counts it: what each link carries in a ring
+static double bus_bandwidth(double bytes, double ms) { return bytes * 2 * (num_ranks - 1) / num_ranks / ms / 1e6; }
+
+// the way to the times of several GPUs: what it measures is a time, and the same one on all ranks
+static void check_times(int kernel) {
+    const size_t n = 2048;
+    Device<float> grads(random_floats(n, 1, 1));
+    Device<bf16> staging(n);
+    float times[2] = {(float)all_ranks_ms(3, [&] { all_reduce(kernel, grads, staging, n, true, 0); }),
+                      (float)peer_bandwidth(n, 3)}, first[2] = {times[0], times[1]};
+    MPI_Bcast(first, 2, MPI_FLOAT, 0, MPI_COMM_WORLD);
+    bool same = times[0] == first[0] && times[1] == first[1];
+    check_result(same && times[0] > 0 && times[1] > 0 && isfinite(times[0]) && isfinite(times[1]),
+                 "all_ranks_ms and peer_bandwidth", "no time, or not the same on all ranks");
+    check_result(fabs(bus_bandwidth(1e9, 1000) - 2.0 * (num_ranks - 1) / num_ranks) < 1e-9, "bus_bandwidth",
+                 "a GB in a second over two GPUs is 1 GB/s");
+}
+
 // numbers in a layer of smol-500m: two norms of 896 and two of 64, qkv and o, router, experts
 static const size_t SMOL_500M_LAYER =
     2 * 896 + 2 * 64 + (size_t)(3 + 1) * 1024 * 896 + 16 * 896 + (size_t)16 * 3 * 512 * 896;
@@ -168,41 +213,35 @@ static void check_all(int kernel) {
         check_pack(kernel, n);
         for (int as_bf16 = 0; as_bf16 < 2; as_bf16++) { check_average(kernel, {n, n, n}, as_bf16 != 0); }
     }
-    if (dev_long()) { // of smol-500m, in the trainer's order: the last norm with lm_head, and a layer
+    if (dev_is_large(kernel)) { // of smol-500m, in the trainer's order: the last norm with lm_head, and a layer
         const std::vector<size_t> buckets = {896 + 896 * 151936, SMOL_500M_LAYER};
         for (int as_bf16 = 0; as_bf16 < 2; as_bf16++) { check_average(kernel, buckets, as_bf16 != 0); }
         check_pack(kernel, SMOL_500M_LAYER);
     }
     if (kernel == 1) { check_pack(kernel, 2049); } // kernel 2 wants multiples of 8
+    check_times(kernel);
 }
 
 // one layer's bucket of smol-500m, 25.7M numbers
 static void bench_all(int kernel) {
     const size_t n = SMOL_500M_LAYER;
-    Device<float> grads(random_floats(n, 1, 1));
+    Device<float> grads(n);
     Device<bf16> staging(n);
+    fill_random(grads, 1, 1);
     char name[80];
     snprintf(name, sizeof(name), "all_reduce_convert_kernel%d to bf16", kernel);
     if (rank == 0) { bench(name, 6.0 * n, 0, [&] { convert<bf16, float>(kernel, staging, grads, n, 0); }); }
     snprintf(name, sizeof(name), "all_reduce_convert_kernel%d to fp32", kernel);
     if (rank == 0) { bench(name, 6.0 * n, 0, [&] { convert<float, bf16>(kernel, grads, staging, n, 0); }); }
-    for (int as_bf16 = 0; as_bf16 < 2 && num_ranks > 1; as_bf16++) {
-        const int runs = 20; // the same on all ranks, so not bench()
-        double begin = 0;
-        for (int run = -5; run < runs; run++) {
-            if (run == 0) {
-                cudaCheck(cudaDeviceSynchronize());
-                MPI_Barrier(MPI_COMM_WORLD);
-                begin = MPI_Wtime();
-            }
-            all_reduce(kernel, grads, staging, n, as_bf16 != 0, 0);
-        }
-        cudaCheck(cudaDeviceSynchronize());
-        double ms = 1e3 * (MPI_Wtime() - begin) / runs, bytes = (as_bf16 ? 2.0 : 4.0) * n;
-        if (rank == 0) { // bus bandwidth as nccl-tests counts it: what each link carries in a ring
-            printf("bench all_reduce of %.0f MB in %s over %d GPUs: %.4f ms, %.0f GB/s on the bus\n", bytes / 1e6,
-                   as_bf16 ? "bf16" : "fp32", num_ranks, ms, bytes * 2 * (num_ranks - 1) / num_ranks / ms / 1e6);
-        }
+    if (num_ranks == 1) { return; }
+    double peer = peer_bandwidth((size_t)256 << 20, 20);
+    for (int as_bf16 = 0; as_bf16 < 2; as_bf16++) {
+        double bytes = (as_bf16 ? 2.0 : 4.0) * n;
+        double ms = all_ranks_ms(50, [&] { all_reduce(kernel, grads, staging, n, as_bf16 != 0, 0); });
+        if (rank > 0) { continue; }
+        double bus = bus_bandwidth(bytes, ms);
+        printf("bench all_reduce %d of %.0f MB in %s over %d GPUs: %.4f ms, %.0f GB/s = %.1f %% of peer copy %.0f\n",
+               kernel, bytes / 1e6, as_bf16 ? "bf16" : "fp32", num_ranks, ms, bus, 100 * bus / peer, peer);
     }
 }
 
@@ -231,7 +270,7 @@ int main(int argc, char** argv) {
     for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
         if (!dev_runs(kernel)) { continue; }
         check_all(kernel);
-        if (dev_benchmarks()) { bench_all(kernel); }
+        if (dev_times(kernel)) { bench_all(kernel); }
     }
     // rank 0 speaks for all
     int counts[2] = {checks_passed, checks_failed};

@@ -468,7 +468,7 @@ void check_all(int kernel) {
     const size_t shapes[][4] = {{1, 8, 1, 1},    {17, 48, 3, 2},   {50, 72, 6, 6},
                                 {9, 896, 16, 2}, {30, 264, 33, 4}, {6, 48, 128, 8}};
     for (const size_t* s : shapes) { permute_matches_cpu(kernel, s[0], s[1], (int)s[2], (int)s[3]); }
-    if (!dev_long()) { return; }
+    if (!dev_is_large(kernel)) { return; }
     for (Load load : {RANDOM, ONE_EXPERT, SKEWED}) { route_rows_match_cpu(kernel, 8 * 4096, 16, 2, load); }
     route_rows_match_cpu(kernel, 131072, 128, 8, RANDOM);
     permute_matches_cpu(kernel, 8 * 4096, 896, 16, 2);
@@ -520,7 +520,7 @@ int main(int argc, char** argv) {
     for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
         if (!dev_runs(kernel)) { continue; }
         check_all(kernel);
-        if (dev_benchmarks()) { bench_all(kernel); }
+        if (dev_times(kernel)) { bench_all(kernel); }
     }
     return dev_close();
 }

@@ -397,6 +397,7 @@ void backward(int kernel, bf16* d_qkv, float* d_q_norm, float* d_k_norm, const b
 // The CPU keeps q, k and v head-major (B,heads,T,HD): into or out of columns first_head ... of rows of all_heads heads.
 void copy_heads(std::vector<float>& rows, std::vector<float>& heads_first, size_t B, size_t T, int heads,
                 int first_head, int all_heads, int HD, bool into_rows) {
+    #pragma omp parallel for
     for (size_t i = 0; i < B * heads * T; i++) {
         size_t b = i / (heads * T), h = i / T % heads, t = i % T;
         float *head = heads_first.data() + i * HD, *row = rows.data() + ((b * T + t) * all_heads + first_head + h) * HD;
@@ -448,8 +449,10 @@ void check_backward(int kernel, const char* what, size_t B, size_t T, int NH, in
                                rstd.data(), q_norm.data(), k_norm.data(), rope.data(), cpu_partials.data(), B, T, NH,
                                NKV, HD, 1);
     check_bf16(what, device_d_qkv.get(), want);
-    check_f32(what, device_d_q_norm.get(), d_q_norm);
-    check_f32(what, device_d_k_norm.get(), d_k_norm);
+    // kernel 1 adds the N heads terms one after another, and each time rounds by up to 2^-24 of the sum so far
+    double relative = kernel == 1 ? std::max(1e-5, sqrt((double)(N * NH)) / (1 << 24)) : 1e-5;
+    check_f32(what, device_d_q_norm.get(), d_q_norm, relative);
+    check_f32(what, device_d_k_norm.get(), d_k_norm, relative);
 }
 
 void check_all(int kernel) {
@@ -466,7 +469,7 @@ void check_all(int kernel) {
     check_backward(kernel, "smol-500m's heads", 2, 9, 16, 16, 64);
     check_backward(kernel, "large heads", 1, 3, 5, 2, 128);
     check_backward(kernel, "eight heads share one", 1, 38, 8, 1, 64);
-    if (dev_long()) {
+    if (dev_is_large(kernel)) {
         check_forward(kernel, "smol-500m", 8, 4096, 16, 16, 64);
         check_backward(kernel, "smol-500m", 8, 4096, 16, 16, 64);
     }
@@ -495,7 +498,7 @@ int main(int argc, char** argv) {
     for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
         if (!dev_runs(kernel)) { continue; }
         check_all(kernel);
-        if (dev_benchmarks()) { bench_all(kernel); }
+        if (dev_times(kernel)) { bench_all(kernel); }
     }
     return dev_close();
 }

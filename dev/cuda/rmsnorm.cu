@@ -456,7 +456,7 @@ void check_all(int kernel) {
         check(kernel, "wider than shared memory", 2, 24700, true, false);
         check(kernel, "wider than shared memory, no branch", 2, 24700, false, true);
     }
-    if (dev_long()) { check(kernel, "smol-500m", 8 * 4096, 896, true, true); }
+    check(kernel, "smol-500m", smol_500m_tokens(kernel), 896, true, true);
 }
 
 void bench_all(int kernel) {
@@ -478,7 +478,7 @@ int main(int argc, char** argv) {
     for (int kernel = 1; kernel <= NUM_KERNELS; kernel++) {
         if (!dev_runs(kernel)) { continue; }
         check_all(kernel);
-        if (dev_benchmarks()) { bench_all(kernel); }
+        if (dev_times(kernel)) { bench_all(kernel); }
     }
     return dev_close();
 }

@@ -1,4 +1,5 @@
-// Memory counters (EMU_COUNT=1 with --check): what the GPU's memory system would have been asked for, without a GPU.
+// Memory counters (EMU_COUNT=1, or emu::count_kernels(), with --check): what the GPU's memory system would have been asked
+// for, without a GPU.
 // The k-th execution of one instruction by the lanes of a warp is one request. A global request needs some 32-byte
 // sectors, a shared one some wavefronts (passes over the 32 banks); both are compared with the least that could do.
 #include <string.h>
@@ -11,6 +12,7 @@
 namespace emu {
 
 bool counting;
+static bool wanted;              // by the program: count_kernels()
 struct Request { uintptr_t at[32]; uint8_t n[32]; };
 struct Key {
     uint32_t pc;
@@ -112,7 +114,7 @@ static void add_shared(const Request& r, Line& u, int width) {
 }
 
 void count_launch_begin(Grid&) {
-    counting = options().count;
+    counting = options().count || wanted;
     current = {};
 }
 
@@ -148,9 +150,42 @@ void count_launch_end(Grid& g) {
 
 void count_mma() { current.mma++; }
 
+void count_kernels() { wanted = count_wished(); }
+
+// got over least, summed over the lines of a kernel; "-" where it has no such request
+static std::string over_least(const std::string& kernel, bool shared) {
+    double got = 0, ideal = 0;
+    for (auto& x : lines()) {
+        if (std::get<0>(x.first) != kernel || std::get<2>(x.first) != shared) continue;
+        got += (double)x.second.got;
+        ideal += (double)x.second.ideal;
+    }
+    char text[32] = "-";
+    if (ideal > 0) snprintf(text, sizeof(text), "%.2f", got / ideal);
+    return text;
+}
+
+// A row a kernel: bytes asked for, how often the bytes touched at all (1.00: once), requests over the least possible.
+void count_table(FILE* f) {
+    if (kernels().empty()) return;
+    check_settle();
+    size_t width = 8;
+    for (auto& x : kernels()) width = std::max(width, x.first.size());
+    fprintf(f, "%-*s %8s %11s %7s %11s %7s %8s %8s %9s\n", (int)width, "counters", "launches", "KiB read", "a byte",
+            "KiB written", "a byte", "sectors", "passes", "mma");
+    for (auto& x : kernels()) {
+        const Launches& k = x.second;
+        fprintf(f, "%-*s %8ld %11.1f %7.2f %11.1f %7.2f %8s %8s %9ld\n", (int)width, x.first.c_str(), k.launches,
+                (double)k.read / 1024, (double)k.read / std::max(k.read_footprint, 1.0), (double)k.written / 1024,
+                (double)k.written / std::max(k.write_footprint, 1.0), over_least(x.first, false).c_str(),
+                over_least(x.first, true).c_str(), k.mma);
+    }
+    fprintf(f, "(a byte: how often it is asked for; sectors of global and passes over shared memory: over the least)\n");
+}
+
 // Tab-separated, to $EMU_COUNT_OUT or standard error; dev/emu/emucount makes a table of it.
 void count_print() {
-    if (kernels().empty()) return;
+    if (kernels().empty() || !options().count) return;
     const char* path = getenv("EMU_COUNT_OUT");
     FILE* f = path ? fopen(path, "w") : stderr;
     if (!f) fatal("EMU_COUNT_OUT=%s cannot be written", path);

@@ -64,6 +64,8 @@ extern __thread ThreadId* cur;                         // the CUDA thread that r
 bool failing(const char* function);
 cudaError_t set_error(cudaError_t e);                  // also remembers it for cudaGetLastError
 cudaError_t error_so_far();
+void count_kernels();            // from here on, unless EMU_COUNT=0: what count_table prints, a row a kernel
+void count_table(FILE* f);
 // The first line of every function of the runtime API.
 #define EMU_MAY_FAIL(error) if (emu::failing(__func__)) return emu::set_error(error)
 

@@ -60,6 +60,11 @@ static Options read_options() {
     return o;
 }
 
+bool count_wished() {
+    const char* e = getenv("EMU_COUNT");
+    return !e || !*e || number("EMU_COUNT", 0) != 0;
+}
+
 const Options& options() {
     static const Options o = read_options();
     return o;

@@ -4,10 +4,9 @@
 # and UBSan. Tests of whole programs run with train_moe_cpu; some of them again with its sanitized build, and with the GPU trainer, emulated.
 set -u
 cd "$(dirname "$0")/../.."
-long=""
-[ "${1:-}" = --long ] && { long=1; shift; }
+long="" limit=1500
+[ "${1:-}" = --long ] && { long=1 limit=7200; shift; } # the lessons at their real sizes take an hour of two cores
 only="${1:-}"
-most=${long:+4000} most=${most:-1500} # seconds of a test program
 CC="${CC:-cc}" PYTHON="${PYTHON:-python3}"
 mkdir -p build/test
 sanitize="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
@@ -30,7 +29,7 @@ report() { # report NAME COMMAND...: runs one test program, shows it, counts it
     local name=$1 begin=$SECONDS
     shift
     echo "--- $name"
-    timeout $most "$@" 2>&1 | tee "build/test/$name.log"
+    timeout $limit "$@" 2>&1 | tee "build/test/$name.log"
     [ "${PIPESTATUS[0]}" -le 1 ] || echo "FAIL $name ended with exit code ${PIPESTATUS[0]}" | tee -a "build/test/$name.log"
     count "build/test/$name.log" "$name"
     echo "    ($((SECONDS - begin)) s)"

@@ -21,20 +21,22 @@ def the_script_parses():
 
 
 STUBS = {  # the programs that the script builds or asks, as far as it looks at what they say
-    "bin/make": "echo '✗ MPI: no (one GPU only; make deps installs Open MPI)'",
+    "bin/make": """case "$*" in *USE_CUDNN*) exit 1 ;; esac; echo '✗ MPI: no (one GPU only; make deps installs Open MPI)'""",
     "bin/nvcc": "echo 'Cuda compilation tools, release 13.0, V13.0.88'",
     "bin/nvidia-smi": """case "$*" in
         *timestamp*) while :; do echo "now, 1500, 250, 60, 99"; sleep 0.1; done ;;
-        *memory.free*) echo 40960 ;;
+        *=memory.total*) echo 40960 ;;
         *) echo 'Some GPU, 9.0, 40960 MiB, 580.1, 300 W, 1980 MHz' ;;
         esac""",
     "bin/compute-sanitizer": "exit 0",
     "build/make_shard": "exit 0",
     "build/test_moe": "sleep 0.5; echo '12 passed, 0 failed'",
-    "build/peaks": "sleep 0.5; echo 'peak copy: 3000 GB/s'; echo 'peak gemm: 500.0 TFLOP/s'; echo 'peak lm_head dW: 400.0 TFLOP/s'",
-    "build/dev/rmsnorm": """echo 'bench rmsnorm 4: forward: 0.1000 ms, 2500 GB/s = 83.3 % of copy 3000'
+    "build/peaks": "sleep 0.5; echo 'cards: 1, 38.00 GiB free'; echo 'peak copy: 3000 GB/s'; echo 'peak gemm: 500.0 TFLOP/s'; echo 'peak lm_head dW: 400.0 TFLOP/s'",
+    "build/dev/rmsnorm": """echo "given $*"; echo 'bench rmsnorm 4: forward: 0.1000 ms, 2500 GB/s = 83.3 % of copy 3000'
         echo 'bench rmsnorm 4: both: 0.2000 ms, 60 GB/s = 2.0 % of copy 3000, 50.0 TFLOP/s = 10.0 % of GEMM 500'
         echo 'library copy: 0.3000 ms, 9 GB/s on the bus'
+        echo 'bench embedding_backward kernel 3, N 32768, C 896, all the same token: 0.4000 ms, 100 GB/s = 3.3 % of copy 3000'
+        echo 'bench embedding_backward kernel 3, N 32768, C 896, all the same: 0.5000 ms, 90 GB/s = 3.0 % of copy 3000'
         echo '7 passed, 0 failed'""",
     "build/dev/router": "echo 'FAIL router: wrong'; exit 1",
     "train_moe": r"""case "$*" in
@@ -54,18 +56,21 @@ STUBS = {  # the programs that the script builds or asks, as far as it looks at 
 }
 
 
-def stage(without=()):
-    """A copy of the script in a folder where all it calls are the programs of its list, and stubs."""
-    needs = re.search(r'^needs="(.*)"$', read(SCRIPT).decode(), re.M).group(1).split()
-    write(folder("dev/bench/gpu_check.sh"), read(SCRIPT))
+def stage(without=(), replace={}, edit=lambda text: text):
+    """A copy of the script in a folder where all it calls are the programs of its list, and stubs. replace: other stubs than STUBS;
+    edit: what is changed in the script."""
+    text = read(SCRIPT).decode()
+    needs = re.search(r'^needs="(.*)"$', text, re.M).group(1).split()
+    shutil.rmtree(folder("bin"), ignore_errors=True)
+    write(folder("dev/bench/gpu_check.sh"), edit(text).encode())
     for name in ("rmsnorm", "router", "nccl_all_reduce"):
-        write(folder(f"dev/cuda/{name}.cu"), "")
-    for name, body in STUBS.items():
+        write(folder(f"dev/cuda/{name}.cu"), b"// kernel 9: no\n//\n// winner: 3 (forward of 2), 1 (the rest)\n")
+    for name, body in {**STUBS, **replace}.items():
         if name not in without:
             os.chmod(write(folder(name), "#!/bin/sh\n" + body + "\n"), 0o755)
     for name in needs + ["bash", "sh", "sleep"]:
         check(shutil.which(name), f"{name}, which the script needs, is not here")
-        if not os.path.lexists(folder("bin/" + name)):
+        if "bin/" + name not in without and not os.path.lexists(folder("bin/" + name)):
             os.symlink(shutil.which(name), folder("bin/" + name))
     return run([folder("bin/bash"), folder("dev/bench/gpu_check.sh")], code=1, env={"PATH": folder("bin"), "OUT": ""}, cwd="/")
 
@@ -84,7 +89,7 @@ def it_ends_with_one_table():
     out = stage().out
     table = [line for line in out.splitlines() if line.startswith("|")]
     check("\n".join(table) + "\n" == read(folder("build/gpu_check/table.md")).decode(), "table.md is another table than the printed one")
-    check("\n".join(table) in out and max(map(len, table)) <= 100, "the table is in pieces, or wider than 100 columns")
+    check("\n".join(table) in out and max(map(len, table)) <= 130, "the table is in pieces, or wider than 130 columns")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     check(rows[0] == ["what", "ms", "rate", "unit", "% peak", "% step"], f"{rows[0]}")
     found = {row[0]: row[1:] for row in rows[2:]}
@@ -97,7 +102,9 @@ def it_ends_with_one_table():
               "training: of the nominal peak": ["-", "32.0", "%", "-", "-"], "training: 10B tokens": ["-", "27.8", "hours", "-", "-"],
               "training: loss at the end": ["-", "5.500", "nats", "-", "-"], "phase: grad_norm": ["312.000", "-", "-", "-", "39.0"],
               "rmsnorm 4: forward": ["0.1000", "2500", "GB/s", "83.3", "-"], "rmsnorm 4: both": ["0.2000", "50.0", "TFLOP/s", "10.0", "-"],
-              "library copy": ["0.3000", "9", "GB/s", "-", "-"]}
+              "library copy": ["0.3000", "9", "GB/s", "-", "-"],
+              "embedding_backward kernel 3, N 32768, C 896, all the same token": ["0.4000", "100", "GB/s", "3.3", "-"],
+              "embedding_backward kernel 3, N 32768, C 896, all the same": ["0.5000", "90", "GB/s", "3.0", "-"]}
     for name, cells in wanted.items():
         check(found.get(name) == cells, f"{name}: {found.get(name)}, expected {cells}")
     shares = [float(row[5]) for row in rows[2:] if row[0].startswith("phase: ")]
@@ -105,18 +112,71 @@ def it_ends_with_one_table():
 
 
 @test
+def only_the_trainers_kernels_are_checked_at_full_size():
+    stage()
+    check(b"given --large 3,1\n" in read(folder("build/gpu_check/rmsnorm.log")), "the winners are not handed on")
+
+
+@test
+def what_takes_too_long_is_cut_off_and_its_times_are_in_the_table():
+    slow = "echo 'bench router 3: 0.7000 ms, 70 GB/s = 2.3 % of copy 3000'; exec sleep 60"
+    out = stage(replace={"build/dev/router": slow}, edit=lambda text: text.replace('step "$k" 60', 'step "$k" 1')).out
+    check("✗ router: cut off after 1 s" in out, out)
+    row = [line for line in out.splitlines() if line.startswith("| router 3 ")]
+    check(row and "0.7000" in row[0] and "2.3" in row[0], f"{row} in\n{out}")
+
+
+TWO_CARDS = {"build/peaks": STUBS["build/peaks"].replace("cards: 1", "cards: 2"), "bin/make": 'case "$*" in *USE_CUDNN*) exit 1 ;; esac',
+             "bin/mpirun": 'shift 2; [ "$1 $2" = "-n 2" ] || exit 1; shift 2; exec "$@"',
+             "build/dev/nccl_all_reduce": "echo 'bench all_reduce 2 over 2 GPUs: 0.2000 ms, 300 GB/s = 80.0 % of peer copy 375'"}
+
+
+@test
+def with_two_cards_it_trains_and_averages_on_both():
+    out = stage(replace=TWO_CARDS).out
+    for wanted in ("✓ train_all_gpus", "✓ nccl_all_reduce", "training on 2 cards: "):
+        check(wanted in out, f"'{wanted}' is missing in\n{out}")
+    row = [line for line in out.splitlines() if line.startswith("| all_reduce 2 over 2 GPUs ")]
+    check(row and "80.0" in row[0], f"{row} in\n{out}")
+    out = stage(replace=TWO_CARDS, without=["bin/mpirun"]).out
+    check("- 2 GPUs, but no MPI or no NCCL: only one is used" in out and "train_all_gpus" not in out, out)
+
+
+@test
+def memory_that_nobody_knows_is_said():
+    no_cards = STUBS["build/peaks"].replace("cards: 1, 38.00 GiB free", "")
+    out = stage(replace={"build/peaks": no_cards}).out
+    check("nvidia-smi says that the card has 40.00 GiB" in out and "training: B = 19," in out, out)
+    smi = STUBS["bin/nvidia-smi"].replace("echo 40960", "echo '[N/A]'")
+    out = stage(replace={"build/peaks": no_cards, "bin/nvidia-smi": smi}).out
+    check("the card has an unknown number of GiB" in out and "tries 1" in out and "training: B = 1," in out, out)
+
+
+@test
+def cudnn_is_timed_where_it_is():
+    library = "[ \"$*\" = '--large 0' ] && echo 'library attention_forward cuDNN: 0.9000 ms, 400.0 TFLOP/s = 80.0 % of GEMM 500'"
+    alone = "echo '✗ MPI: no'"
+    here = {"bin/make": alone, "build/cudnn/dev/attention_forward": library, "build/cudnn/dev/attention_backward": "exit 3"}
+    out = stage(replace=here).out
+    check("✓ attention_forward_cudnn" in out and "✗ attention_backward_cudnn: exit code 3" in out, out)
+    check(any("cuDNN" in line and "0.9000" in line for line in out.splitlines() if line.startswith("|")), f"no row of cuDNN in\n{out}")
+    out = stage(replace={"bin/make": f'case "$*" in *USE_CUDNN*attention*) exit 2 ;; esac; {alone}'}).out
+    check("- cuDNN: it is here, but attention does not build with it" in out and "1 failed" in out, out)
+    check("- cuDNN: not here" in stage().out, "no word of the missing cuDNN")
+
+
+@test
 def peaks_prints_what_the_script_reads():
     out = run([emulated("fast", "dev/bench/peaks.cu"), "0.01"]).out
     for name in ("copy", "gemm", "lm_head", "lm_head dX", "lm_head dW"):
         check(re.search(rf"^peak {name}: [0-9.]+ (GB|TFLOP)/s$", out, re.M), f"{name} is missing in\n{out}")
+    check(re.search(r"^cards: 1, [0-9.]+ GiB free$", out, re.M), f"cards and memory are missing in\n{out}")
 
 
 @test
 def where_it_stops_it_says_why():
     check("nvidia-smi finds no GPU" in stage(without=["bin/nvidia-smi"]).out, "no word of the missing GPU")
-    os.remove(folder("bin/xargs"))
-    os.symlink("/nowhere", folder("bin/xargs"))
-    check("this script needs xargs" in stage().out, "no word of the missing xargs")
+    check("this script needs xargs" in stage(without=["bin/xargs"]).out, "no word of the missing xargs")
 
 
 @test
