@@ -50,10 +50,10 @@ collect() { # counts what ran `together`
     for name in "${names[@]}"; do count "build/test/$name.log" "$name"; done
     names=()
 }
-run_it() { if [ "$1" = c_test ]; then "$@"; else timeout $most "$@"; fi; } # timeout does not know functions
+run_it() { if [ "$1" = c_test ]; then "$@"; else timeout $limit "$@"; fi; } # timeout does not know functions
 c_test() { # c_test FILE PROGRAM: builds a test with the sanitizers and runs it
     $CC $sanitize $flags "$1" -o "$2" $libs || { echo "FAIL $1 does not compile"; echo "0 passed, 1 failed"; return 1; }
-    timeout $most "$2"
+    timeout $limit "$2"
 }
 build_failed() { echo "FAIL $1 does not compile"; failed=$((failed + 1)); }
 
