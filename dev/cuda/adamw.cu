@@ -318,7 +318,7 @@ void rounding_ignores_the_launch(int kernel) {
     }
 }
 
-// The parameters of smol-500m as they lie in the arena; neighbours that all decay, or all do not, are one range.
+// The parameters of smol-500m as they lie in the arena.
 std::vector<ParamRange> smol_500m_ranges(int layers, bool tied) {
     MoEConfig config;
     ParamTable table;
@@ -326,15 +326,8 @@ std::vector<ParamRange> smol_500m_ranges(int layers, bool tied) {
     config.num_hidden_layers = layers;
     config.tie_word_embeddings = tied;
     param_table_build(&table, &config);
-    std::vector<ParamRange> ranges;
-    for (size_t i = 0; i < table.count; i++) {
-        const ParamTensor& t = table.tensors[i];
-        if (!ranges.empty() && ranges.back().decays == t.decays) {
-            ranges.back().end = t.offset + t.numel;
-        } else {
-            ranges.push_back({t.offset, t.offset + t.numel, t.decays});
-        }
-    }
+    std::vector<ParamRange> ranges(table.count);
+    ranges.resize(param_ranges(ranges.data(), &table));
     param_table_free(&table);
     return ranges;
 }
