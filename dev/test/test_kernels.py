@@ -47,7 +47,7 @@ for name in LESSONS:
 
 # What takes the emulator minutes at the sizes of smol-500m, where the others take up to one: lesson -> kernels that
 # `make test-long` leaves out there. Run by hand: `--long` passed.
-MINUTES = {"attention_backward": {2}}
+MINUTES = {"attention_forward": {2}, "attention_backward": {2}}
 
 
 def check_large(name):
