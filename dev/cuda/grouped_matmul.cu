@@ -952,7 +952,8 @@ void check_all(int kernel) {
         layer_forward(kernel, empty, d);
         layer_backward(kernel, empty, d);
     }
-    if (dev_is_large(kernel)) { check_layer(kernel, 4096, 16, 2, 896, 512, RANDOM); } // a sequence; all 8 are 8 times as slow
+    // a sequence; all 8 are 8 times as slow
+    if (dev_is_large(kernel)) { check_layer(kernel, 4096, 16, 2, 896, 512, RANDOM); }
 }
 
 // ----------------------------------------------------------------------------
