@@ -2686,7 +2686,8 @@ __device__ inline float round_stochastic(float x, uint64_t random, size_t elemen
     return __uint_as_float(bits & 0xffff0000u);
 }
 
-// --optimizer simple: the textbook way, a launch a formula and a range; a thread owns an element
+// --optimizer simple: the textbook way, a launch a formula and a range; a thread owns an element, a block 256. Bound by
+// memory: grads, m and v are read twice.
 
 __global__ void adamw_m_kernel1(float* m, const float* grads, const float* norm, size_t begin, size_t end, AdamW a) {
     size_t i = begin + (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -3742,8 +3743,8 @@ void trainer_microbatch(Trainer* t, Microbatch* mb) {
 }
 
 void trainer_read_sums(Trainer* t) {
-    // model.host_sums = step_sums, then the gradient norm; the one moment of a step when the host waits for
-    // the device (--experts loop waits in each layer, too)
+    // model.host_sums = step_sums, then the gradient norm; the one moment of a step when the host waits until
+    // the device has nothing left to do (--experts loop waits in each layer, too)
     Model* model = &t->model;
     size_t count = step_sums_count(model);
     cudaCheck(cudaMemcpyAsync(model->host_sums, model->step_sums, count * sizeof(double), cudaMemcpyDeviceToHost,
@@ -4046,7 +4047,7 @@ int train(Trainer* t) {
     if (opt->profile) {
         double microbatches = (double)opt->grad_accum; // of the last step
         profiler_table(&t->profiler, stdout);
-        printf("a microbatch: %.1f kernel launches and matrix products, the host waited %.1f times\n",
+        printf("a microbatch: %.1f kernel launches and matrix products, the host waited %.1f times within it\n",
                (double)t->clock.launches / microbatches, (double)t->clock.waits / microbatches);
     }
     if (stop) { run_print_interrupted(&t->run, t->step); }

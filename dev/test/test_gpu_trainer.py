@@ -651,13 +651,25 @@ def without_a_gpu_it_says_what_to_do_instead():
 def the_profile_counts_launches_and_host_syncs():
     def profile(*options):
         text = run([*TINY, "--train-data", stories(), "--steps", 3, "--grad-accum", 2, "--profile", *options]).out
-        line = re.search(r"a microbatch: ([0-9.]+) kernel launches and matrix products, the host waited ([0-9.]+) times", text)
+        line = re.search(r"a microbatch: ([0-9.]+) kernel launches and matrix products, the host waited ([0-9.]+) times within it", text)
         check(line and "attention" in text and "other" in text, text)
         return float(line.group(1)), float(line.group(2))
     launches, waits = profile()
     check(launches > 50 and waits * 2 <= 1, f"a step of two microbatches waits {2 * waits} times, once is enough; {launches} launches")
     loop_launches, loop_waits = profile("--experts", "loop")
     check(loop_waits >= 2 and loop_launches > launches, "--experts loop waits in each of two layers, and launches more")
+
+
+@emu_test
+def a_step_waits_for_nothing_but_the_batch_before_and_its_end():  # whatever --profile counts: all calls that block, after step 1 was saved
+    (command, count), blocking = runs_of_one_rank()["default"], r"cuda(\w+Synchronize|Malloc\w*|Mem(cpy|set)\w*(?<!Async))"
+    os.makedirs(folder(), exist_ok=True)
+    def late(*options):
+        sites, = traced([*command, "--grad-accum", 2, *options], count)
+        return sorted((f, site.split(":")[0]) for (f, site), (_, late) in sites.items() if late and re.fullmatch(blocking, f))
+    wanted = [("cudaEventSynchronize", "llmc/multi_gpu.h"), ("cudaMemcpy", "train_moe.cu")]  # the latter of the save after step 2
+    check(late() == wanted, f"{late()}")
+    check(late("--experts", "loop") == sorted([*wanted, ("cudaStreamSynchronize", "train_moe.cu")]), "--experts loop waits in no layer")
 
 
 @emu_test
