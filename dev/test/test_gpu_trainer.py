@@ -647,6 +647,28 @@ def without_a_gpu_it_says_what_to_do_instead():
     check(len(said(r)) == 1 and "train_moe_cpu" in said(r)[0] and "train_moe_emu" in said(r)[0], r.err)
 
 
+@emu_test
+def a_gpu_that_cannot_run_the_program_is_told_from_no_gpu():  # P3, P4; the driver's answers are given by the test
+    write(folder("answers.cu"), """
+        #include <cuda_runtime.h>
+        #include <stdlib.h>
+        static int answer(const char* what, int other) { return getenv(what) ? atoi(getenv(what)) : other; }
+        #define cudaGetDeviceCount(count) (*(count) = 1, (cudaError_t)answer("COUNT", cudaSuccess))
+        #define cudaDriverGetVersion(version) (*(version) = answer("DRIVER", 13000), cudaSuccess)
+        #define cudaGetDeviceProperties(p, device) ((p)->major = answer("MAJOR", 9), (p)->minor = 0, strcpy((p)->name, "Card"), cudaSuccess)
+        #define cudaFuncGetAttributes(a, kernel) ((void)(kernel), (cudaError_t)answer("LOAD", cudaSuccess))
+        #include "llmc/cuda_device.h"
+        __global__ void kernel() {}
+        int main() { cuda_count_devices(); cuda_use_device(0, kernel); }""")
+    run([os.path.join(ROOT, "dev/emu/emucc"), "-I" + ROOT, "-o", folder("answers"), folder("answers.cu")])
+    run([folder("answers")])
+    for env, part in (({"COUNT": "35", "DRIVER": "11080"}, "too old: it knows CUDA up to 11.8"), ({"DRIVER": "0", "COUNT": "35"}, "not installed"),
+                      ({"COUNT": "100"}, "the driver finds none"), ({"COUNT": "999"}, "no GPU can be used"), ({"MAJOR": "7"}, "needs 8.0"),
+                      ({"LOAD": "209"}, "not built for Card (sm_90)"), ({"LOAD": "222"}, "GPU_ARCH=sm_90")):
+        r = run([folder("answers")], env=env, code=1)
+        check(r.err.count("\n") == 1 and part in r.err and "train_moe_cpu" in r.err and "train_moe_emu" in r.err, f"{env}: {r.err}")
+
+
 @test
 def the_profile_counts_launches_and_host_syncs():
     def profile(*options):
