@@ -6,7 +6,8 @@ there an op is a loop, here it is a kernel and the launcher that starts it. Ever
 this file, forward beside backward, in the order of the network; only plain matrix products (cuBLASLt), the all-reduce
 (NCCL) and, if asked for, cuDNN's attention come from libraries. dev/cuda has the history of each kernel, from the
 obvious port to the one used here, with its check against the CPU and its benchmark.
-The same file builds for the CPU (dev/emu, `make train_moe_emu`): that is how it is tested where there is no GPU.
+The same file builds for the CPU (dev/emu, `make train_moe_emu`): that is how it is tested where there is no GPU. No GPU
+has run it yet: what is said of a kernel's speed and of what bounds it is worked out from counts, not measured.
 
 Letters.  B T     batch, sequence length; N = B*T tokens, token n is position n%T of row n/T
           C L V   hidden size, layers, vocabulary
@@ -57,7 +58,7 @@ Reading.  Down to main, which is at the end under #ifndef TESTING, or from there
 #include "llmc/logger.h"
 #include "llmc/multi_gpu.h" // MPI and NCCL
 #include "llmc/profiler.h"
-#include "llmc/ptx.cuh"
+#include "llmc/ptx.cuh" // mma, ldmatrix, cp.async; load8, store4 and the like: several bf16 as floats
 #include "llmc/rand.h"
 #include "llmc/run.h" // options, data, tokenizer, checkpoints
 #include "llmc/schedule.h"
@@ -2686,7 +2687,8 @@ __device__ inline float round_stochastic(float x, uint64_t random, size_t elemen
     return __uint_as_float(bits & 0xffff0000u);
 }
 
-// --optimizer simple: the textbook way, a launch a formula and a range; a thread owns an element
+// --optimizer simple: the textbook way, a launch a formula and a range; a thread owns an element, a block 256. Bound by
+// memory: grads, m and v are read twice.
 
 __global__ void adamw_m_kernel1(float* m, const float* grads, const float* norm, size_t begin, size_t end, AdamW a) {
     size_t i = begin + (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -2717,7 +2719,7 @@ __global__ void adamw_params_kernel1(bf16* params, float* master, const float* m
 
 void adamw_simple(bf16* params, float* master, const float* grads, float* m, float* v, const float* norm,
                   const ParamRange* host_ranges, int num_ranges, size_t count, AdamW a, cudaStream_t stream) {
-    // as adamw_fused, but host_ranges lies on the host
+    // as adamw_fused, but host_ranges (ParamRange: llmc/config.h) lies on the host
     for (int r = 0; r < num_ranges; r++) {
         size_t begin = host_ranges[r].begin, end = host_ranges[r].end;
         if (begin > end || end > count) {
@@ -3742,8 +3744,8 @@ void trainer_microbatch(Trainer* t, Microbatch* mb) {
 }
 
 void trainer_read_sums(Trainer* t) {
-    // model.host_sums = step_sums, then the gradient norm; the one moment of a step when the host waits for
-    // the device (--experts loop waits in each layer, too)
+    // model.host_sums = step_sums, then the gradient norm; the one moment of a step when the host waits until
+    // the device has nothing left to do (--experts loop waits in each layer, too)
     Model* model = &t->model;
     size_t count = step_sums_count(model);
     cudaCheck(cudaMemcpyAsync(model->host_sums, model->step_sums, count * sizeof(double), cudaMemcpyDeviceToHost,
@@ -4046,7 +4048,7 @@ int train(Trainer* t) {
     if (opt->profile) {
         double microbatches = (double)opt->grad_accum; // of the last step
         profiler_table(&t->profiler, stdout);
-        printf("a microbatch: %.1f kernel launches and matrix products, the host waited %.1f times\n",
+        printf("a microbatch: %.1f kernel launches and matrix products, the host waited %.1f times within it\n",
                (double)t->clock.launches / microbatches, (double)t->clock.waits / microbatches);
     }
     if (stop) { run_print_interrupted(&t->run, t->step); }

@@ -245,7 +245,7 @@ static inline void run_open_out(Run* run) {
                            run->opt.program == PROGRAM_GPU && run->opt.master);
 }
 
-// What the options ask for.
+// What the options ask for, those that a resumed run inherits among them.
 static inline void run_find_purpose(Run* run) {
     const Options* opt = &run->opt;
     bool evaluates = opt->eval || opt->eval_choices != NULL;
@@ -266,8 +266,8 @@ static inline void run_open_model(Run* run, int argc, char** argv, int program, 
     run->out_lock = -1;
     run->num_ranks = num_ranks;
     options_parse(opt, argc, argv, program);
-    run_find_purpose(run);
     if (opt->resume != NULL) { run_find_checkpoint(run); }
+    run_find_purpose(run);
     run_read_config(run, num_ranks);
     param_table_build(&run->table, &run->config);
 }

@@ -647,17 +647,51 @@ def without_a_gpu_it_says_what_to_do_instead():
     check(len(said(r)) == 1 and "train_moe_cpu" in said(r)[0] and "train_moe_emu" in said(r)[0], r.err)
 
 
+@emu_test
+def a_gpu_that_cannot_run_the_program_is_told_from_no_gpu():  # P3, P4; the driver's answers are given by the test
+    write(folder("answers.cu"), """
+        #include <cuda_runtime.h>
+        #include <stdlib.h>
+        static int answer(const char* what, int other) { return getenv(what) ? atoi(getenv(what)) : other; }
+        #define cudaGetDeviceCount(count) (*(count) = 1, (cudaError_t)answer("COUNT", cudaSuccess))
+        #define cudaDriverGetVersion(version) (*(version) = answer("DRIVER", 13000), cudaSuccess)
+        #define cudaGetDeviceProperties(p, device) ((p)->major = answer("MAJOR", 9), (p)->minor = 0, strcpy((p)->name, "Card"), cudaSuccess)
+        #define cudaFuncGetAttributes(a, kernel) ((void)(kernel), (cudaError_t)answer("LOAD", cudaSuccess))
+        #include "llmc/cuda_device.h"
+        __global__ void kernel() {}
+        int main() { cuda_count_devices(); cuda_use_device(0, kernel); }""")
+    run([os.path.join(ROOT, "dev/emu/emucc"), "-I" + ROOT, "-o", folder("answers"), folder("answers.cu")])
+    run([folder("answers")])
+    for env, part in (({"COUNT": "35", "DRIVER": "11080"}, "too old: it knows CUDA up to 11.8"), ({"DRIVER": "0", "COUNT": "35"}, "not installed"),
+                      ({"COUNT": "100"}, "the driver finds none"), ({"COUNT": "999"}, "no GPU can be used"), ({"MAJOR": "7"}, "needs 8.0"),
+                      ({"LOAD": "209"}, "not built for Card (sm_90)"), ({"LOAD": "222"}, "GPU_ARCH=sm_90")):
+        r = run([folder("answers")], env=env, code=1)
+        check(r.err.count("\n") == 1 and part in r.err and "train_moe_cpu" in r.err and "train_moe_emu" in r.err, f"{env}: {r.err}")
+
+
 @test
 def the_profile_counts_launches_and_host_syncs():
     def profile(*options):
         text = run([*TINY, "--train-data", stories(), "--steps", 3, "--grad-accum", 2, "--profile", *options]).out
-        line = re.search(r"a microbatch: ([0-9.]+) kernel launches and matrix products, the host waited ([0-9.]+) times", text)
+        line = re.search(r"a microbatch: ([0-9.]+) kernel launches and matrix products, the host waited ([0-9.]+) times within it", text)
         check(line and "attention" in text and "other" in text, text)
         return float(line.group(1)), float(line.group(2))
     launches, waits = profile()
     check(launches > 50 and waits * 2 <= 1, f"a step of two microbatches waits {2 * waits} times, once is enough; {launches} launches")
     loop_launches, loop_waits = profile("--experts", "loop")
     check(loop_waits >= 2 and loop_launches > launches, "--experts loop waits in each of two layers, and launches more")
+
+
+@emu_test
+def a_step_waits_for_nothing_but_the_batch_before_and_its_end():  # whatever --profile counts: all calls that block, after step 1 was saved
+    (command, count), blocking = runs_of_one_rank()["default"], r"cuda(\w+Synchronize|Malloc\w*|Mem(cpy|set)\w*(?<!Async))"
+    os.makedirs(folder(), exist_ok=True)
+    def late(*options):
+        sites, = traced([*command, "--grad-accum", 2, *options], count)
+        return sorted((f, site.split(":")[0]) for (f, site), (_, late) in sites.items() if late and re.fullmatch(blocking, f))
+    wanted = [("cudaEventSynchronize", "llmc/multi_gpu.h"), ("cudaMemcpy", "train_moe.cu")]  # the latter of the save after step 2
+    check(late() == wanted, f"{late()}")
+    check(late("--experts", "loop") == sorted([*wanted, ("cudaStreamSynchronize", "train_moe.cu")]), "--experts loop waits in no layer")
 
 
 @emu_test
