@@ -266,8 +266,8 @@ static inline void run_open_model(Run* run, int argc, char** argv, int program, 
     run->out_lock = -1;
     run->num_ranks = num_ranks;
     options_parse(opt, argc, argv, program);
-    run_find_purpose(run);
     if (opt->resume != NULL) { run_find_checkpoint(run); }
+    run_find_purpose(run); // by the options that a resumed run inherits, too
     run_read_config(run, num_ranks);
     param_table_build(&run->table, &run->config);
 }
