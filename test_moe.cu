@@ -416,7 +416,7 @@ static void backward_matches_cpu(void* what) {
 }
 
 static void padding_stays_zero(void* what) {
-    // of weights, masters and gradients: what lies between the true size of a row and its padded one
+    // of gradients, what lies between the true size of a row and its padded one; AdamW makes zeros of zeros
     Pair* p = (Pair*)what;
     const Model* model = &p->gpu;
     std::vector<float> grads(model->places.num_parameters);

@@ -270,8 +270,9 @@ def greedy_sampling_takes_what_forward_calls_the_likeliest():
 
 
 def on_ranks(name, count, *options, steps=2, env=None):
-    """The same 4 sequences a step on any number of ranks."""
-    return train(name, [*RANKS, "--train-data", stories(), "--grad-accum", 4 // count, *options], steps, count, env)
+    """The same 4 sequences a step on any number of ranks; the z-loss is large enough for its share of a rank to show."""
+    command = [*RANKS, "--train-data", stories(), "--grad-accum", 4 // count, "--z-loss-coef", "0.1", *options]
+    return train(name, command, steps, count, env)
 
 
 @test
