@@ -124,6 +124,11 @@ static std::vector<Case> cases(void) {
     all.push_back(c);
     c = plain, c.name = "head_dim_128", c.NH = 2, c.NKV = 1, c.HD = 128, c.L = 1, c.T = 33;
     all.push_back(c);
+    // what needs more than one tile: attention's have up to 128 keys, a block of the loss takes 8192 logits at a time
+    c = plain, c.name = "several_tiles", c.NH = 4, c.NKV = 2, c.HD = 16, c.B = 1, c.T = 150, c.L = 1, c.documents = true;
+    all.push_back(c);
+    c = plain, c.name = "large_vocabulary", c.V = 17003, c.C = 8, c.B = 1, c.T = 7, c.L = 1;
+    all.push_back(c);
     c = plain, c.name = "an_idle_expert", c.routed = IDLE, c.ignored = true;
     all.push_back(c);
     c = plain, c.name = "an_expert_with_all_tokens", c.routed = CROWDED, c.B = 3, c.T = 48, c.aux = 0.01;
@@ -313,8 +318,9 @@ static void case_batch(Pair* p, const Case* c) {
         p->tokens.push_back((int)(rng_uniform(&state) * c->V));
         bool ignored = c->ignored && n > 0 && rng_uniform(&state) < 0.4;
         p->targets.push_back(ignored ? -100 : (int)(rng_uniform(&state) * c->V));
-        bool opens = n % c->T == 0 || rng_uniform(&state) < 0.12;
-        p->doc_start.push_back(opens ? (int)(n % c->T) : p->doc_start.back());
+        size_t t = n % c->T;
+        bool opens = t == 0 || (c->T > 64 ? t == c->T / 4 : rng_uniform(&state) < 0.12); // one within a tile, read by later tiles
+        p->doc_start.push_back(opens ? (int)t : p->doc_start.back());
     }
     p->documents = c->documents;
     pair_upload(p);

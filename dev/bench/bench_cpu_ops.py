@@ -42,7 +42,7 @@ def table_rows(op, out):
 
 def machine_of(out):
     """What a program says at its end about threads and neighbours."""
-    threads, others = re.search(r"(\d+ threads?), .* others used ([\d.]+|-?nan) cores", out).groups()
+    threads, others = re.search(r"(\d+ threads?), .* others used (-?[\d.]+|-?nan) cores", out).groups()
     return "%s, others %s cores" % (threads, others)
 
 

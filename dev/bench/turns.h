@@ -82,7 +82,7 @@ static inline Neighbours neighbours_begin(void) {
 }
 static inline double neighbours_cores(Neighbours n) {
     double others = cpu_seconds_of_all() - n.all - (cpu_seconds_of_mine() - n.mine);
-    return others / ((profiler_clock_us() - n.us) * 1e-6);
+    return (others < 0 ? 0 : others) / ((profiler_clock_us() - n.us) * 1e-6); // the system counts in hundredths
 }
 
 #endif

@@ -15,9 +15,9 @@
 //           bytes. (A pass of its own would read 4 more.)
 // winner: 3 (4 with --precision bf16)
 //
-// One core of a Zen 4, the 99M parameters of M, kernel 1 to 4: 117, 64, 66, 81 ms. One thread has nobody to take turns
-// with. On two, on a machine that others kept busy (load 10), 2 took 2.2 times as long as 3, at S 4 times (two runs):
-// there its threads also wait for each other after each tensor, those of 3 only once.
+// Two cores of a Zen 4, the 99M parameters of M, kernel 1 to 4: 80, 61, 58, 65 ms; the 9M of S: 8.7, 6.4, 5.8, 7.2. With
+// other work on the machine (load 10) kernel 2 took twice as long as 3, at S four times: its threads also wait for each
+// other after each tensor, those of 3 only once.
 #include "common.h"
 
 enum { NUM_KERNELS = 4, BF16 = 4 };

@@ -272,6 +272,7 @@ inline void dev_read_large(const char* list, int num_kernels) {
 
 // ./op, ./op 3, ./op --long, ./op --large 3
 inline void dev_open(int argc, char** argv, int num_kernels) {
+    program_name = argv[0];
     for (int i = 1; i < argc; i++) {
         char* end;
         long kernel = strtol(argv[i], &end, 10);
@@ -282,9 +283,8 @@ inline void dev_open(int argc, char** argv, int num_kernels) {
         } else if (*argv[i] != '\0' && *end == '\0' && kernel >= 1 && kernel <= num_kernels) {
             dev_only = (int)kernel;
         } else {
-            fatal("'%s' is no argument of %s: give a kernel from 1 to %d, or none for all; --long for large shapes in "
-                  "the emulator, too; --large 2,3 for large shapes with these kernels only", argv[i], argv[0],
-                  num_kernels);
+            fatal("'%s' is no argument: give a kernel from 1 to %d, or none for all; --long for large shapes in the "
+                  "emulator, too; --large 2,3 for large shapes with these kernels only", argv[i], num_kernels);
         }
     }
     mallopt(M_MMAP_MAX, 0); // keep what is freed: fresh pages for each large vector took half of the host's time

@@ -15,13 +15,13 @@ permute_forward, combine_backward, and for the whole layer mlp_forward, mlp_back
 nvcc -std=c++17 -O3 -arch=native -I. -o build/dev/grouped_matmul dev/cuda/grouped_matmul.cu -lcjson -lcublasLt -lcublas
 dev/emu/emucc -I. -o build/dev/grouped_matmul dev/cuda/grouped_matmul.cu -lcjson
 
-version 1: a thread an output; it looks for the expert of its row
-version 2: a list of tiles, 128 rows of one expert each, so that a block has one weight matrix; tiles in shared memory
-version 3: the same on tensor cores (tile_core.h)
-version 4: the gather moves into the product: rows of inp are read by token, expert_in no longer exists
-version 5: SwiGLU and its backward move into the epilogues, with the router weight and its gradient: nothing is left
+kernel 1: a thread an output; it looks for the expert of its row
+kernel 2: a list of tiles, 128 rows of one expert each, so that a block has one weight matrix; tiles in shared memory
+kernel 3: the same on tensor cores (tile_core.h)
+kernel 4: the gather moves into the product: rows of inp are read by token, expert_in no longer exists
+kernel 5: SwiGLU and its backward move into the epilogues, with the router weight and its gradient: nothing is left
            between the products, and only gate_up is kept for backward
-version 6: no kernel of ours: a loop over experts on the host, cuBLASLt for each (--experts loop)
+kernel 6: no kernel of ours: a loop over experts on the host, cuBLASLt for each (--experts loop)
 // winner: 5 (its plain products are those of 3 and 4)
 */
 #include "common.h"
@@ -74,7 +74,7 @@ void combine_backward(bf16* d_expert_out, float* d_router_weight_rows, const bf1
 }
 
 // ----------------------------------------------------------------------------
-// version 1: a thread owns one output, whatever its expert. Every product reads its two numbers from the caches: bound
+// kernel 1: a thread owns one output, whatever its expert. Every product reads its two numbers from the caches: bound
 // by those, at a few percent of what the arithmetic units could do.
 
 __device__ inline size_t expert_of_row(size_t row, const int* expert_offsets) {
@@ -118,7 +118,7 @@ __global__ void grouped_matmul_backward_weight_kernel1(float* d_weight, const bf
 }
 
 // ----------------------------------------------------------------------------
-// version 2: a block of 256 threads owns 128 x 64 outputs of one expert, a thread 8 x 4 of them in registers. Operands
+// kernel 2: a block of 256 threads owns 128 x 64 outputs of one expert, a thread 8 x 4 of them in registers. Operands
 // pass through shared memory 16 steps of the sum at a time, so each number is read from global memory 64 or 128 times
 // less often. Bound by the fp32 units and the reads of shared memory that feed them (12 for 32 multiply-adds).
 
@@ -213,7 +213,7 @@ grouped_matmul_backward_weight_kernel2(float* d_weight, const bf16* d_out, const
 }
 
 // ----------------------------------------------------------------------------
-// version 3: the tile core. x is the fastest coordinate of the grid: blocks that share a tile's rows run at the same
+// kernel 3: the tile core. x is the fastest coordinate of the grid: blocks that share a tile's rows run at the same
 // time, and the rows come from memory once. Bound by the tensor cores, on Hopper by the issue slots of mma.sync.
 
 // out (R,OC) = inp (R,C) weight[e]^T with weight[e] (OC,C), or, if not TRANSPOSED, inp weight[e] with weight[e] (C,OC):
@@ -279,10 +279,10 @@ grouped_matmul_backward_weight_kernel3(float* d_weight, const bf16* d_out, const
 }
 
 // ----------------------------------------------------------------------------
-// version 4: rows are found by token. The tile core copies a row at a time anyway, so the gather is free: a row is read
+// kernel 4: rows are found by token. The tile core copies a row at a time anyway, so the gather is free: a row is read
 // in pieces of 64 bytes, two whole sectors, wherever it lies.
 
-// out (R,OC) = rows row_token of inp (N,C) times weight[e]^T. A block owns 128 rows x 128 columns, as in version 3.
+// out (R,OC) = rows row_token of inp (N,C) times weight[e]^T. A block owns 128 rows x 128 columns, as in kernel 3.
 __global__ void __launch_bounds__(TILE_THREADS)
 grouped_matmul_gathered_forward_kernel4(bf16* out, const bf16* inp, const bf16* weight, const int* row_token,
                                const int4* tile_list, int C, int OC) {
@@ -340,7 +340,7 @@ grouped_matmul_backward_weight_kernel4(float* d_weight, const bf16* d_out, const
 }
 
 // ----------------------------------------------------------------------------
-// version 5: SwiGLU in the epilogues
+// kernel 5: SwiGLU in the epilogues
 
 // gate_up (R,2F) = rows row_token of inp (N,C) times gate_up_proj[e]^T; expert_act (R,F) = silu(gate) * up. A block
 // owns 128 rows x 64 gate columns and the 64 up columns that belong to them: of the 64 tile columns of a warp the first
@@ -990,7 +990,7 @@ void bench_cublas_grouped(const char* name, bf16* out, const bf16* inp, const bf
 void bench_cublas_grouped(const char*, bf16*, const bf16*, const bf16*, const Layer&, size_t, size_t, double) {}
 #endif
 
-// the six products of version 3, 4 or 5 one by one
+// the six products of kernel 3, 4 or 5 one by one
 void bench_products(int kernel, const Layer& l, DeviceLayer& d) {
     size_t R = l.R, C = l.C, F = l.F;
     double flops = 2.0 * R * C * F; // of the products with down_proj, half of those with gate_up_proj

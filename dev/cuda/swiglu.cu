@@ -10,15 +10,15 @@ Reference: cpu::swiglu_forward, swiglu_backward.
 nvcc -std=c++17 -O3 -arch=native -I. -o build/dev/swiglu dev/cuda/swiglu.cu -lcjson -lcublasLt
 dev/emu/emucc -I. -o build/dev/swiglu dev/cuda/swiglu.cu -lcjson
 
-version 1: the loop body of train_moe_cpu.c, a thread an element
-version 2: eight neighbours a thread, so that memory is asked for 16 bytes at a time (swiglu.h)
+kernel 1: the loop body of train_moe_cpu.c, a thread an element
+kernel 2: eight neighbours a thread, so that memory is asked for 16 bytes at a time (swiglu.h)
 // winner: 2
 */
 #include "common.h"
 #include "swiglu.h"
 
 // ----------------------------------------------------------------------------
-// version 1. A block owns 256 neighbouring elements, a thread one. 2-byte loads: a warp asks for 64 bytes at a time,
+// kernel 1. A block owns 256 neighbouring elements, a thread one. 2-byte loads: a warp asks for 64 bytes at a time,
 // half a line, and each thread divides to find its row.
 
 __global__ void swiglu_forward_kernel1(bf16* act, const bf16* gate_up, size_t N, size_t F) {

@@ -85,8 +85,11 @@ def train_moe_compiles_for_every_architecture_and_its_hot_kernels_do_not_spill()
 
 
 @test
-def train_moe_compiles_for_one_gpu_without_mpi_and_nccl():
+def train_moe_compiles_for_one_gpu_without_mpi_and_nccl():  # P8
     compile("train_moe.cu", "-DNO_MPI=1", "-DNO_NCCL=1", architectures=("90",))
+    source = write(folder("alone.cu"), '#include "llmc/multi_gpu.h"\nMultiGpu gpus;\n')  # where it matters, that without one of them
+    for without in ("-DNO_MPI=1", "-DNO_NCCL=1"):
+        compile(source, without, architectures=("90",))
 
 
 @test
