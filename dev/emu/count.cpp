@@ -186,9 +186,7 @@ void count_table(FILE* f) {
 // Tab-separated, to $EMU_COUNT_OUT or standard error; dev/emu/emucount makes a table of it.
 void count_print() {
     if (kernels().empty() || !options().count) return;
-    const char* path = getenv("EMU_COUNT_OUT");
-    FILE* f = path ? fopen(path, "w") : stderr;
-    if (!f) fatal("EMU_COUNT_OUT=%s cannot be written", path);
+    FILE* f = count_open();
     for (auto& x : kernels()) {
         const Launches& k = x.second;
         fprintf(f, "kernel\t%s\t%ld\t%ld\t%.0f\t%ld\t%.0f\t%ld\n", x.first.c_str(), k.launches, k.read,
@@ -201,7 +199,7 @@ void count_print() {
                 std::get<3>(x.first) ? "store" : "load", u.width, u.requests, (double)u.lanes / (double)u.requests,
                 (double)u.got / (double)u.requests, (double)u.ideal / (double)u.requests);
     }
-    if (path) fclose(f);
+    if (f != stderr) fclose(f);
 }
 
 }

@@ -22,7 +22,6 @@ void check_settle() {}
 void check_op_touch(const void*, size_t, bool) {}
 void check_op_copy(void*, const void*, size_t) {}
 void check_host_pending(Op*, const void*, size_t) {}
-void check_exit() {}
 
 // counters: without the checker, how often and how wide kernels were launched, and their products
 struct Launches { long launches, blocks, threads, mma; };
@@ -33,7 +32,7 @@ static std::atomic<long> mma;
 void count_kernels() { wanted = count_wished(); }
 void count_mma() { mma.fetch_add(1, std::memory_order_relaxed); }
 void check_launch(Grid& g) {
-    if (!wanted) return;
+    if (!wanted && !options().count) return;
     std::lock_guard<std::mutex> lock(kernels_lock);
     Launches& k = kernels()[g.config.name];
     k.launches++;
@@ -51,5 +50,11 @@ void count_table(FILE* f) {
         fprintf(f, "%-*s %8ld %10ld %12ld %10ld\n", (int)width, x.first.c_str(), k.launches, k.blocks, k.threads, k.mma);
     }
     fprintf(f, "(built with emucc --check it also counts bytes, sectors and bank conflicts)\n");
+}
+void check_exit() { // EMU_COUNT=1
+    if (!options().count) return;
+    FILE* f = count_open();
+    count_table(f);
+    if (f != stderr) fclose(f);
 }
 }

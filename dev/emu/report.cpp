@@ -60,6 +60,13 @@ static Options read_options() {
     return o;
 }
 
+FILE* count_open() {
+    const char* path = getenv("EMU_COUNT_OUT");
+    FILE* f = path ? fopen(path, "w") : stderr;
+    if (!f) fatal("EMU_COUNT_OUT=%s cannot be written", path);
+    return f;
+}
+
 bool count_wished() {
     const char* e = getenv("EMU_COUNT");
     return !e || !*e || number("EMU_COUNT", 0) != 0;
