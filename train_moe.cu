@@ -2805,68 +2805,6 @@ void adamw_fused(bf16* params, float* master, const float* grads, float* m, floa
 }
 
 // ----------------------------------------------------------------------------
-// multi-GPU: one process a GPU, started by mpirun. Every rank holds the whole model and trains on its own sequences;
-// the gradients are averaged over the ranks, so that all make the same update and stay equal bit for bit.
-//
-// MPI starts the ranks, hands NCCL's id round and carries what lies in host memory (llmc/multi_gpu.h); NCCL carries the
-// gradients, on a stream of its own, bucket after bucket while backward still computes the next one. Every rank issues
-// the same collectives in the same order, whatever its routing did: an expert without tokens has a gradient, too, of
-// zeros. With one rank, the only one that a build with NO_MPI=1 or NO_NCCL=1 knows, nothing here touches MPI or NCCL.
-
-// The fp32 gradients travel as bf16, half the bytes, and are converted back. Bandwidth bound; a thread owns 4
-// neighbours, 16 bytes of fp32, so that a warp reads and writes whole lines.
-template <class Out, class Inp> __global__ void all_reduce_convert_kernel2(Out* out, const Inp* inp, size_t n) {
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
-    if (i >= n) { return; } // n is a multiple of 8
-    float x[4];
-    load4(x, inp + i);
-    store4(out + i, x);
-}
-
-// compute waits until all collectives issued so far are done
-void all_reduce_wait(MultiGpu* g, cudaStream_t compute) {
-    if (g->num_ranks == 1) { return; }
-    cudaCheck(cudaEventRecord(g->done, g->stream));
-    cudaCheck(cudaStreamWaitEvent(compute, g->done, 0));
-}
-
-// the collectives' stream waits for what compute has been given so far
-void all_reduce_after(MultiGpu* g, cudaStream_t compute) {
-    cudaCheck(cudaEventRecord(g->ready, compute));
-    cudaCheck(cudaStreamWaitEvent(g->stream, g->ready, 0));
-}
-
-// grads[0..count) = their average over all ranks, once compute has written them; if `overlap`, compute goes on
-// meanwhile. The buckets use one stream, so one staging buffer is enough: the next is converted when the last is back.
-void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t compute, bool overlap) {
-    if (g->num_ranks == 1 || count == 0) { return; }
-    all_reduce_after(g, compute);
-    if (g->bf16_gradients) {
-        if (count % 8 != 0 || (uintptr_t)grads % 16 != 0) {
-            fatal("all_reduce_bucket: count must be a multiple of 8 and grads 16-byte aligned, they are %zu and %p",
-                  count, (void*)grads);
-        }
-        unsigned blocks = (unsigned)ceil_div(count / 4, 256);
-        all_reduce_convert_kernel2<bf16, float><<<blocks, 256, 0, g->stream>>>(g->staging, grads, count);
-        launchCheck("all_reduce_convert_kernel2");
-        ncclCheck(ncclAllReduce(g->staging, g->staging, count, ncclBfloat16, ncclAvg, g->comm, g->stream));
-        all_reduce_convert_kernel2<float, bf16><<<blocks, 256, 0, g->stream>>>(grads, g->staging, count);
-        launchCheck("all_reduce_convert_kernel2");
-    } else {
-        ncclCheck(ncclAllReduce(grads, grads, count, ncclFloat32, ncclAvg, g->comm, g->stream));
-    }
-    if (!overlap) { all_reduce_wait(g, compute); }
-}
-
-// a few numbers on the device, such as the loss and how many targets it is of: sums[0..n) = their sum over all ranks
-void all_reduce_sums(MultiGpu* g, double* sums, size_t n, cudaStream_t compute) {
-    if (g->num_ranks == 1 || n == 0) { return; }
-    all_reduce_after(g, compute);
-    ncclCheck(ncclAllReduce(sums, sums, n, ncclFloat64, ncclSum, g->comm, g->stream));
-    all_reduce_wait(g, compute);
-}
-
-// ----------------------------------------------------------------------------
 // the model: memory, initialisation
 
 typedef struct {
@@ -3375,6 +3313,10 @@ void layer_backward(Model* model, int l, const Microbatch* mb) {
                      a->attn_rstd, acts->norm_partials, N, C, hidden_size, true, stream);
 }
 
+// both below, under multi-GPU
+void all_reduce_wait(MultiGpu* g, cudaStream_t compute);
+void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t compute, bool overlap);
+
 void model_reduce(Model* model, MultiGpu* gpus, const char* first, int first_layer, const char* end, int end_layer) {
     // starts averaging over the ranks the gradients from tensor `first` up to tensor `end` (NULL: the last). They lie
     // side by side in the arena, and backward is done with them.
@@ -3461,6 +3403,68 @@ void model_update(Model* model, int64_t step, double lr, const Options* opt) {
                      model->host_ranges, model->num_ranges, model->places.num_parameters, a, model->stream);
     }
     phase(model, PHASE_OTHER, -1);
+}
+
+// ----------------------------------------------------------------------------
+// multi-GPU: one process a GPU, started by mpirun. Every rank holds the whole model and trains on its own sequences;
+// the gradients are averaged over the ranks, so that all make the same update and stay equal bit for bit.
+//
+// MPI starts the ranks, hands NCCL's id round and carries what lies in host memory (llmc/multi_gpu.h); NCCL carries the
+// gradients, on a stream of its own, bucket after bucket while backward still computes the next one. Every rank issues
+// the same collectives in the same order, whatever its routing did: an expert without tokens has a gradient, too, of
+// zeros. With one rank, the only one that a build with NO_MPI=1 or NO_NCCL=1 knows, nothing here touches MPI or NCCL.
+
+// The fp32 gradients travel as bf16, half the bytes, and are converted back. Bandwidth bound; a thread owns 4
+// neighbours, 16 bytes of fp32, so that a warp reads and writes whole lines.
+template <class Out, class Inp> __global__ void all_reduce_convert_kernel2(Out* out, const Inp* inp, size_t n) {
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    if (i >= n) { return; } // n is a multiple of 8
+    float x[4];
+    load4(x, inp + i);
+    store4(out + i, x);
+}
+
+// compute waits until all collectives issued so far are done
+void all_reduce_wait(MultiGpu* g, cudaStream_t compute) {
+    if (g->num_ranks == 1) { return; }
+    cudaCheck(cudaEventRecord(g->done, g->stream));
+    cudaCheck(cudaStreamWaitEvent(compute, g->done, 0));
+}
+
+// the collectives' stream waits for what compute has been given so far
+void all_reduce_after(MultiGpu* g, cudaStream_t compute) {
+    cudaCheck(cudaEventRecord(g->ready, compute));
+    cudaCheck(cudaStreamWaitEvent(g->stream, g->ready, 0));
+}
+
+// grads[0..count) = their average over all ranks, once compute has written them; if `overlap`, compute goes on
+// meanwhile. The buckets use one stream, so one staging buffer is enough: the next is converted when the last is back.
+void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t compute, bool overlap) {
+    if (g->num_ranks == 1 || count == 0) { return; }
+    all_reduce_after(g, compute);
+    if (g->bf16_gradients) {
+        if (count % 8 != 0 || (uintptr_t)grads % 16 != 0) {
+            fatal("all_reduce_bucket: count must be a multiple of 8 and grads 16-byte aligned, they are %zu and %p",
+                  count, (void*)grads);
+        }
+        unsigned blocks = (unsigned)ceil_div(count / 4, 256);
+        all_reduce_convert_kernel2<bf16, float><<<blocks, 256, 0, g->stream>>>(g->staging, grads, count);
+        launchCheck("all_reduce_convert_kernel2");
+        ncclCheck(ncclAllReduce(g->staging, g->staging, count, ncclBfloat16, ncclAvg, g->comm, g->stream));
+        all_reduce_convert_kernel2<float, bf16><<<blocks, 256, 0, g->stream>>>(grads, g->staging, count);
+        launchCheck("all_reduce_convert_kernel2");
+    } else {
+        ncclCheck(ncclAllReduce(grads, grads, count, ncclFloat32, ncclAvg, g->comm, g->stream));
+    }
+    if (!overlap) { all_reduce_wait(g, compute); }
+}
+
+// a few numbers on the device, such as the loss and how many targets it is of: sums[0..n) = their sum over all ranks
+void all_reduce_sums(MultiGpu* g, double* sums, size_t n, cudaStream_t compute) {
+    if (g->num_ranks == 1 || n == 0) { return; }
+    all_reduce_after(g, compute);
+    ncclCheck(ncclAllReduce(sums, sums, n, ncclFloat64, ncclSum, g->comm, g->stream));
+    all_reduce_wait(g, compute);
 }
 
 // ----------------------------------------------------------------------------
