@@ -160,10 +160,7 @@ static inline void multi_gpu_let_rank0_speak(const MultiGpu* g) {
 
 // One GPU a rank, the same for the whole run. kernel: any of the program's, to see that the GPU can load it.
 template <class Kernel> void multi_gpu_device(MultiGpu* g, Kernel kernel) {
-    if (g->rank > 0 && cudaGetDeviceCount(&g->num_devices) != cudaSuccess) {
-        multi_gpu_let_rank0_speak(g); // it has found none either
-        cudaGetLastError();           // or this was but once: forgotten
-    }
+    if (cudaGetDeviceCount(&g->num_devices) != cudaSuccess) { multi_gpu_let_rank0_speak(g); }
     g->num_devices = cuda_count_devices();
     g->device = g->local_rank % g->num_devices;
     g->properties = cuda_use_device(g->device, kernel);
