@@ -5,7 +5,7 @@
 set -u
 cd "$(dirname "$0")/../.."
 long="" limit=1500
-[ "${1:-}" = --long ] && { long=1 limit=7200; shift; } # the lessons at their real sizes take an hour of two cores
+[ "${1:-}" = --long ] && { long=1 limit=7200; shift; } # room for the lessons at their real sizes
 only="${1:-}"
 CC="${CC:-cc}" PYTHON="${PYTHON:-python3}"
 mkdir -p build/test
