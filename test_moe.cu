@@ -260,9 +260,14 @@ static Microbatch gpu_microbatch(Pair* p, bool force) {
     return mb;
 }
 
+// cudaMemcpy from ordinary host memory may return while the transfer is still under way, and the model's stream does not
+// wait for it.
+static void uploads_wait(void) { cudaCheck(cudaStreamSynchronize(0)); }
+
 static void gpu_run(Pair* p, bool force) {
     // forward, loss, backward; the experts it took are those that the CPU is to take
     Model* model = &p->gpu;
+    uploads_wait();
     Microbatch mb = gpu_microbatch(p, force);
     size_t slots = p->N * p->config.num_experts_per_tok;
     p->gpu_logits.assign(p->N * p->config.vocab_size, NAN);
@@ -702,6 +707,7 @@ static double update_step(Pair* p, int step, double lr, const Options* opt) {
         store_numbers(&p->gpu, t, "grad", 0, t->numel, x.data());
         memcpy(p->cpu.grads + p->cpu.table.tensors[i].offset, x.data(), t->numel * sizeof(float));
     }
+    uploads_wait();
     model_grad_norm(&p->gpu);
     model_update(&p->gpu, step, lr, opt);
     cudaCheck(cudaDeviceSynchronize());
@@ -805,6 +811,7 @@ static void small_updates_move_the_weights(void* what) {
         store_numbers(&p->gpu, t, "weight", 0, t->numel, ones.data());
         store_numbers(&p->gpu, t, "grad", 0, t->numel, ones.data());
     }
+    uploads_wait();
     for (int step = 1; step <= 100; step++) {
         model_grad_norm(&p->gpu);
         model_update(&p->gpu, step, 6e-4, &opt);
@@ -835,6 +842,7 @@ static void a_norm_that_is_not_finite_changes_nothing(void* what) {
         fetch_numbers(&p->gpu, t, arenas[i], 0, t->numel, before[i].data());
     }
     store_numbers(&p->gpu, &p->gpu.table.tensors[1], "grad", 0, 1, &bad);
+    uploads_wait();
     model_grad_norm(&p->gpu);
     model_update(&p->gpu, 2, 1e-2, &opt);
     cudaCheck(cudaDeviceSynchronize());

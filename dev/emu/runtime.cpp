@@ -162,14 +162,15 @@ static cudaError_t copy(const char* call, Rows r, cudaMemcpyKind kind, cudaStrea
         return cudaErrorInvalidValue;
     bool pageable_dst = locate(r.dst).kind == POINTER_HOST, pageable_src = locate(r.src).kind == POINTER_HOST;
     std::shared_ptr<std::vector<char>> staged;
-    if (async && pageable_src && !pageable_dst) {      // CUDA has staged pageable memory before the call returns
+    if (pageable_src && !pageable_dst) {               // CUDA has staged pageable memory before the call returns,
+        if (!async) wait_for(enqueue(stream, call, pc, nullptr)); // which is all that cudaMemcpy waits for then:
         staged = std::make_shared<std::vector<char>>((const char*)r.src, (const char*)r.src + sbytes);
-        r.src = staged->data();
+        r.src = staged->data();                        // the transfer may still be under way on the null stream
     }
     OpRef op = enqueue(stream, call, pc, [r, staged] { copy_rows(r); });
     if (!op) return cudaErrorInvalidResourceHandle;
     op->skip_at_exit = pageable_dst;
-    if (!async && kind != cudaMemcpyDeviceToDevice) wait_for(op);
+    if (!async && kind != cudaMemcpyDeviceToDevice && !staged) wait_for(op);
     else if (pageable_dst) note_pending(op.get(), r);
     return cudaSuccess;
 }

@@ -7,7 +7,7 @@ __global__ void set(int* p, int n, int v) {
 }
 __global__ void copy(int* to, const int* from, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) to[i] = from[i];  // bad: no_event event_too_early event_never event_other memset_other_stream
+    if (i < n) to[i] = from[i];  // bad: no_event event_too_early event_never event_other memset_other_stream pageable_upload
 }
 struct Streams {
     cudaStream_t a, b;
@@ -59,6 +59,14 @@ static void async_copy_pageable_case(bool bad) {
     for (int i = 0; i < 64; i++) sum += h[i];                              // bad: async_copy_pageable
     if (sum != 320) printf("old value\n");
     cudaStreamSynchronize(s.a);
+}
+static void pageable_upload_case(bool bad) {           // cudaMemcpy may return while the transfer is under way
+    Streams s(cudaStreamNonBlocking);
+    int *d = upload(ramp<int>(64)), *e = device<int>(64);
+    if (!bad) cudaStreamSynchronize(0);
+    copy<<<1, 64, 0, s.a>>>(e, d, 64);
+    cudaStreamSynchronize(s.a);
+    if (download(e, 64)[3] != 4) printf("old value\n");
 }
 static void wrong_stream_waited_case(bool bad) {
     Streams s;
@@ -403,6 +411,7 @@ static const Case table[] = {
     {"pinned_no_sync", "missing", pinned_no_sync_case},
     {"async_copy", "missing", async_copy_case},
     {"async_copy_pageable", "missing", async_copy_pageable_case},
+    {"pageable_upload", "missing", pageable_upload_case},
     {"wrong_stream_waited", "missing", wrong_stream_waited_case},
     {"source_overwritten", "missing", source_overwritten_case},
     {"registered", "missing", registered_case},
