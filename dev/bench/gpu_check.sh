@@ -231,7 +231,11 @@ tail -n 1 "$logs/test_moe.log" 2>/dev/null | sed 's/^/    /' | tee -a "$logs/sum
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
 if [ -n "$sanitizer" ] && [ -z "$emulator" ]; then
     for tool in memcheck racecheck; do
-        step "sanitizer_$tool" 40 "$sanitizer" --tool $tool --error-exitcode 9 --target-processes all \
+        # racecheck takes long over cuBLAS's kernels, and sees races in some that synchronise by other means than it knows;
+        # ours are named ..._kernel2. Before CUDA 12.3 it had no such option.
+        only=""
+        [ "$tool" = racecheck ] && "$sanitizer" --help 2>/dev/null | grep -q -e '--kernel-name' && only="--kernel-name kns=_kernel"
+        step "sanitizer_$tool" 40 "$sanitizer" --tool $tool $only --error-exitcode 9 --target-processes all \
             $trainer --model tiny -b 2 -t 64 -n 1 -d "$logs/tiny_0.bin"
     done
 else

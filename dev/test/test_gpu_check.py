@@ -28,7 +28,11 @@ STUBS = {  # the programs that the script builds or asks, as far as it looks at 
         *=memory.total*) echo 40960 ;;
         *) echo 'Some GPU, 9.0, 40960 MiB, 580.1, 300 W, 1980 MHz' ;;
         esac""",
-    "bin/compute-sanitizer": "exit 0",
+    "bin/compute-sanitizer": """case "$*" in
+        --help) echo '  --kernel-name arg   only kernels that match' ;;
+        *racecheck*kns=_kernel*train_moe* | *memcheck*) case "$*" in *memcheck*kns=*) exit 1 ;; esac ;;
+        *) exit 1 ;;
+        esac""",
     "build/make_shard": "exit 0",
     "build/test_moe": "sleep 0.5; echo '12 passed, 0 failed'",
     "build/peaks": "sleep 0.5; echo 'cards: 1, 38.00 GiB free'; echo 'peak copy: 3000 GB/s'; echo 'peak gemm: 500.0 TFLOP/s'; echo 'peak lm_head dW: 400.0 TFLOP/s'",
@@ -79,7 +83,7 @@ def stage(without=(), replace={}, edit=lambda text: text):
 def every_program_it_calls_exists():
     result = stage()
     check(result.err == "", f"stderr: {result.err}")
-    for wanted in ("✓ build_trainer", "12 passed, 0 failed", "✓ sanitizer_racecheck", "meanwhile 1500 MHz, 250 W",
+    for wanted in ("✓ build_trainer", "12 passed, 0 failed", "✓ sanitizer_memcheck", "✓ sanitizer_racecheck", "meanwhile 1500 MHz, 250 W",
                    "- nccl_all_reduce: there is no", "✓ rmsnorm", "✗ router: exit code 1", "FAIL router: wrong", "1 failed, 0 left out"):
         check(wanted in result.out, f"'{wanted}' is missing in\n{result.out}")
 
