@@ -3663,7 +3663,7 @@ void trainer_load(Trainer* t) {
     if (model->m && run->resume) {
         checkpoint_moments_load(run->resume, &model->table, store_numbers, model->master != NULL, model);
     }
-    cudaCheck(cudaDeviceSynchronize());
+    cudaCheck(cudaDeviceSynchronize()); // cudaMemcpy may return before a transfer is done; the model's stream is another
     t->step = run->state.step;
     t->tokens = run->state.tokens;
     multi_gpu_check_same(&t->gpus, t->step, run->data_hash, run->val_hash);
