@@ -83,7 +83,7 @@ if [ -f train_moe.cu ]; then
     if wanted test_nvcc; then report test_nvcc "$PYTHON" dev/test/test_nvcc.py; fi
     if wanted test_moe; then
         emulate fast test_moe.cu || build_failed test_moe
-        together test_moe build/test/test_moe
+        together test_moe env EMU_LAZY_STREAM=1 build/test/test_moe # what it uploads must have arrived
     fi
     for name in test_goldens test_program_resume test_program_training test_program_bad_input test_program_evaluation; do
         if wanted "${name}_gpu"; then
