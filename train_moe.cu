@@ -3908,6 +3908,9 @@ void memory_plan(MemoryRow* rows, const Run* run, size_t B) {
     if (run->trains && run->num_ranks > 1 && strcmp(run->opt.allreduce_dtype, "bf16") == 0) { // gradients on their way
         other += largest_bucket(&places, padded.num_hidden_layers) * sizeof(bf16);
     }
+    if (training && s.attention == ATTENTION_CUDNN) { // its deterministic backward keeps the gradients of all scores
+        other += mul_check(mul_check(B * padded.num_attention_heads, T), T * sizeof(bf16));
+    }
     const MemoryRow plan[] = {
         {"weights", count * sizeof(bf16)}, {"master weights", s.master ? fp32 : 0}, {"gradients", fp32},
         {"AdamW moments", 2 * fp32}, {"activations", activations}, {"logits", logits},

@@ -77,13 +77,15 @@ static void add_forward(fe::graph::Graph* g, const CudnnAttentionShape& s) {
     make_output(lse, row_numbers(LSE, s));
 }
 
+// Deterministic: the same bits on every run, as everything here. For that cuDNN may take B*NH*T*T bf16 of workspace, which
+// memory_plan of train_moe.cu counts.
 static void add_backward(fe::graph::Graph* g, const CudnnAttentionShape& s) {
     size_t ld_out = (size_t)s.NH * (size_t)s.HD;
     auto attention = fe::graph::SDPA_backward_attributes()
                          .set_name("attention_backward")
                          .set_causal_mask(true)
                          .set_attn_scale(1.0f / sqrtf((float)s.HD))
-                         .set_deterministic_algorithm(true); // the same bits on every run, as everything here
+                         .set_deterministic_algorithm(true);
     auto [d_q, d_k, d_v] = g->sdpa_backward(
         g->tensor(matrix(Q, s, s.NH, s.ld_qk)), g->tensor(matrix(K, s, s.NKV, s.ld_qk)),
         g->tensor(matrix(V, s, s.NKV, s.ld_v)), g->tensor(matrix(OUT, s, s.NH, ld_out)),
