@@ -210,13 +210,15 @@ struct Op {
     std::string name;
     void* pc;                    // the call in user code
     std::function<void()> run;
+    std::function<bool()> ready; // false: it would have to wait for other processes; null: it never does
     std::vector<std::shared_ptr<Op>> needs;
     bool done, skip_at_exit;
     double finished;             // at what time
 };
 using OpRef = std::shared_ptr<Op>;
 // Issues work on a stream; it runs now, or as late as possible with lazy streams. Null: no stream of that handle.
-OpRef enqueue(cudaStream_t s, const char* name, void* pc, std::function<void()> run);
+OpRef enqueue(cudaStream_t s, const char* name, void* pc, std::function<void()> run,
+              std::function<bool()> ready = nullptr);
 void wait_for(const OpRef& op);                        // the host waits for it
 bool host_knows(uint32_t op_id);
 bool op_before(uint32_t a, uint32_t b);

@@ -24,6 +24,12 @@ namespace emu {
 const unsigned ALIVE = 0x4e43434c;
 enum Kind { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE };
 static const char* kind_name[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclBroadcast", "ncclReduce"};
+struct Meeting {                  // of the ranks before a collective
+    bool begun;
+    int64_t mine[6];             // what this rank is about to run
+    std::vector<int64_t> all;    // what all are
+    MPI_Request request;
+};
 struct Collective {
     Kind kind;
     const void* send;
@@ -35,6 +41,7 @@ struct Collective {
     ncclComm* comm;
     cudaStream_t stream;
     void* pc;
+    std::shared_ptr<Meeting> meeting = std::make_shared<Meeting>();
 };
 static thread_local int group_depth;
 static thread_local std::vector<Collective> group;
@@ -126,17 +133,45 @@ static bool finish(MPI_Request* request, const Collective& c, const char* stage)
     return false;
 }
 
-// True if all ranks are about to run the same collective.
+// EMU_NCCL_LOG=FILE: a line for each collective that rank 0 runs: its name, elements, bytes of an element, ranks
+static void log_collective(const Collective& c) {
+    if (c.comm->rank != 0 || !getenv("EMU_NCCL_LOG")) return;
+    static FILE* file = fopen(getenv("EMU_NCCL_LOG"), "w");
+    if (!file) return;
+    fprintf(file, "%s %zu %zu %d\n", kind_name[c.kind], c.count, size_of(c.type), c.comm->ranks);
+    fflush(file);
+}
+
+// Tells the others, once, which collective this rank is about to run.
+static void meet(const Collective& c) {
+    Meeting& m = *c.meeting;
+    if (m.begun) return;
+    m.begun = true;
+    c.comm->sequence++;
+    log_collective(c);
+    if (c.comm->mpi == MPI_COMM_NULL) return;
+    const int64_t mine[6] = {c.comm->sequence, c.kind, (int64_t)c.count, c.type, c.op, c.root};
+    memcpy(m.mine, mine, sizeof mine);
+    m.all.resize((size_t)c.comm->ranks * 6);
+    MPI_Iallgather(m.mine, 6, MPI_INT64_T, m.all.data(), 6, MPI_INT64_T, c.comm->mpi, &m.request);
+}
+
+// True if the others have come to it, or nobody needs to wait for them.
+static bool others_are_here(const Collective& c) {
+    if (c.comm->mpi == MPI_COMM_NULL || c.comm->aborted || c.comm->error != ncclSuccess) return true;
+    meet(c);
+    int done = 0;
+    MPI_Test(&c.meeting->request, &done, MPI_STATUS_IGNORE);
+    return done;
+}
+
+// Waits for the others. True if all ranks are about to run the same collective.
 static bool agreed(const Collective& c) {
-    int ranks = c.comm->ranks;
-    int64_t mine[6] = {c.comm->sequence, c.kind, (int64_t)c.count, c.type, c.op, c.root};
-    std::vector<int64_t> all((size_t)ranks * 6);
-    MPI_Request r;
-    MPI_Iallgather(mine, 6, MPI_INT64_T, all.data(), 6, MPI_INT64_T, c.comm->mpi, &r);
-    if (!finish(&r, c, "comparing")) return false;
-    for (int i = 0; i < ranks; i++) {
-        const int64_t* other = &all[(size_t)i * 6];
-        if (!memcmp(mine, other, sizeof mine)) continue;
+    const Meeting& m = *c.meeting;
+    if (!finish(&c.meeting->request, c, "comparing")) return false;
+    for (int i = 0; i < c.comm->ranks; i++) {
+        const int64_t* other = &m.all[(size_t)i * 6];
+        if (!memcmp(m.mine, other, sizeof m.mine)) continue;
         report("NCCL", c.pc, nullptr,
                "rank %d runs %s of %zu elements as collective number %ld, rank %d runs %s of %ld elements (or another "
                "type, operation or root)",
@@ -160,20 +195,11 @@ static std::vector<char> gather(const Collective& c, size_t bytes) {
     return all;
 }
 
-// EMU_NCCL_LOG=FILE: a line for each collective that rank 0 runs: its name, elements, bytes of an element, ranks
-static void log_collective(const Collective& c) {
-    if (c.comm->rank != 0 || !getenv("EMU_NCCL_LOG")) return;
-    static FILE* file = fopen(getenv("EMU_NCCL_LOG"), "w");
-    if (!file) return;
-    fprintf(file, "%s %zu %zu %d\n", kind_name[c.kind], c.count, size_of(c.type), c.comm->ranks);
-    fflush(file);
-}
-
 static void run(const Collective& c) {
     ncclComm* comm = c.comm;
     if (comm->aborted || comm->error != ncclSuccess) return;
-    comm->sequence++;
-    log_collective(c);
+    meet(c);
+    c.meeting->begun = false;                          // a captured one may run again
     if (comm->mpi != MPI_COMM_NULL && !agreed(c)) return;
     size_t size = size_of(c.type), ranks = (size_t)comm->ranks, rank = (size_t)comm->rank;
     size_t sent = c.kind == REDUCE_SCATTER ? c.count * ranks : c.count,
@@ -205,6 +231,10 @@ static bool alive(ncclComm* c, const char* call, void* pc) {
     return false;
 }
 
+static OpRef enqueue_collective(const Collective& c) {
+    return enqueue(c.stream, kind_name[c.kind], c.pc, [c] { run(c); }, [c] { return others_are_here(c); });
+}
+
 static ncclResult_t issue(const Collective& c) {
     if (!alive(c.comm, kind_name[c.kind], c.pc)) return ncclInvalidArgument;
     if (!size_of(c.type)) return wrong(c, "this data type is not emulated");
@@ -226,7 +256,7 @@ static ncclResult_t issue(const Collective& c) {
         group.push_back(c);
         return ncclSuccess;
     }
-    return enqueue(c.stream, kind_name[c.kind], c.pc, [c] { run(c); }) ? ncclSuccess : ncclInvalidArgument;
+    return enqueue_collective(c) ? ncclSuccess : ncclInvalidArgument;
 }
 
 }
@@ -335,7 +365,7 @@ ncclResult_t ncclGroupEnd(void) {
     if (--group_depth) return ncclSuccess;
     std::vector<Collective> all;
     all.swap(group);
-    for (auto& c : all) enqueue(c.stream, kind_name[c.kind], c.pc, [c] { run(c); });
+    for (auto& c : all) enqueue_collective(c);
     return ncclSuccess;
 }
 ncclResult_t ncclAllReduce(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,

@@ -86,12 +86,14 @@ static void run_op(Op* op) {
     if (op->run) op->run();
     running_op = outer;
     op->run = nullptr;
+    op->ready = nullptr;
     op->needs.clear();
     op->done = true;
     op->finished = seconds();
 }
 
-static void force(Op* op) {                            // by an own stack: queues may be long
+// Runs what comes before op, then op; if not `patient`, only as far as nothing has to wait for other processes.
+static void force(Op* op, bool patient = true) {       // by an own stack: queues may be long
     std::vector<Op*> path{op};
     while (!path.empty()) {
         Op* top = path.back();
@@ -101,6 +103,8 @@ static void force(Op* op) {                            // by an own stack: queue
             path.pop_back();
         } else if (missing) {
             path.push_back(missing);
+        } else if (!patient && top->ready && !top->ready()) {
+            return;
         } else {
             path.pop_back();
             run_op(top);
@@ -134,13 +138,15 @@ static void go_on_at_random() {
     }
 }
 
-static OpRef issue(Stream* s, const char* name, void* pc, std::function<void()> run, std::vector<OpRef> needs) {
+static OpRef issue(Stream* s, const char* name, void* pc, std::function<void()> run, std::vector<OpRef> needs,
+                   std::function<bool()> ready = nullptr) {
     auto op = std::make_shared<Op>();
     op->stream = s;
     op->index = ++s->issued;
     op->name = name;
     op->pc = pc;
     op->run = std::move(run);
+    op->ready = std::move(ready);
     op->host_time = host_time++;
     op->done = op->skip_at_exit = false;
     if (s->last) needs.push_back(s->last);
@@ -179,7 +185,7 @@ static OpRef capture_node(Stream* s, const char* name, void* pc, std::function<v
     return op;
 }
 
-OpRef enqueue(cudaStream_t handle, const char* name, void* pc, std::function<void()> run) {
+OpRef enqueue(cudaStream_t handle, const char* name, void* pc, std::function<void()> run, std::function<bool()> ready) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     Stream* s = find_stream(handle);
     if (!s) {
@@ -193,7 +199,7 @@ OpRef enqueue(cudaStream_t handle, const char* name, void* pc, std::function<voi
         set_error(cudaErrorStreamCaptureImplicit);
         return nullptr;
     }
-    return issue(s, name, pc, std::move(run), {});
+    return issue(s, name, pc, std::move(run), {}, std::move(ready));
 }
 
 // When the program ends kernels nobody waited for still run, so that their faults are found. Copies to pageable host
@@ -299,14 +305,15 @@ cudaError_t cudaStreamSynchronize(cudaStream_t h) {
     wait_for(s->last);
     return fatal_error() ? last_error : cudaSuccess;
 }
-// A query that finds unfinished work says so once and lets it run: programs that poll come to an end.
+// A query that finds unfinished work says so once and lets it run: programs that poll come to an end. A collective waits
+// until the other ranks have come to it, however often it is asked.
 static cudaError_t query(const OpRef& op) {
     if (!op) return cudaSuccess;
     if (op->done) {
         wait_for(op);
         return cudaSuccess;
     }
-    force(op.get());
+    force(op.get(), false);
     return cudaErrorNotReady;
 }
 cudaError_t cudaStreamQuery(cudaStream_t h) {

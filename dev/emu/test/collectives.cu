@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <mpi.h>
 #include <nccl.h>
+#include <unistd.h>
 
 static int rank, ranks, failed;
 static ncclComm_t comm;
@@ -57,6 +58,20 @@ static void scatter_gather() {
     for (int i = 0; i < 4; i++) expect("Broadcast", r[i], (double)i * ranks, 0);
 }
 
+static void polling() {  // who only asks is told "not ready" until the other ranks have come
+    float* d = zeros<float>(4);
+    MPI_Barrier(MPI_COMM_WORLD);
+    if (rank > 0) usleep(300000);
+    ncclAllReduce(d, d, 4, ncclFloat32, ncclSum, comm, stream);
+    int asked = 0;
+    for (; cudaStreamQuery(stream) == cudaErrorNotReady; asked++) usleep(1000);
+    if (rank == 0 && ranks > 1 && asked < 20) {
+        printf("done after %d questions, before the others came\n", asked);
+        failed = 1;
+    }
+    cudaFree(d);
+}
+
 int main(int argc, char** argv) {
     MPI_Init(&argc, &argv);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -92,6 +107,7 @@ int main(int argc, char** argv) {
         sums(ncclAvg, 1.0 / ranks);
         bf16_sum();
         scatter_gather();
+        polling();
         ncclCommDestroy(comm);
         if (!failed && rank == 0) printf("collectives ok\n");
     }
