@@ -3427,21 +3427,32 @@ template <class Out, class Inp> __global__ void all_reduce_convert_kernel2(Out* 
 // compute waits until all collectives issued so far are done
 void all_reduce_wait(MultiGpu* g, cudaStream_t compute) {
     if (g->num_ranks == 1) { return; }
-    cudaCheck(cudaEventRecord(g->done, g->stream));
-    cudaCheck(cudaStreamWaitEvent(compute, g->done, 0));
+    cudaCheck(cudaStreamWaitEvent(compute, g->ended[(g->issued - 1) % MOST_COLLECTIVES], 0));
 }
 
-// the collectives' stream waits for what compute has been given so far
-void all_reduce_after(MultiGpu* g, cudaStream_t compute) {
+// Around a collective: its stream waits for what compute has been given so far, and two events tell the host whether
+// the GPU is in it, where it stays if another rank never comes.
+void all_reduce_begin(MultiGpu* g, cudaStream_t compute) {
+    unsigned slot = g->issued % MOST_COLLECTIVES;
+    if (g->issued - g->oldest == MOST_COLLECTIVES) {
+        multi_gpu_wait(g, g->ended[slot]);
+        g->oldest++;
+    }
     cudaCheck(cudaEventRecord(g->ready, compute));
     cudaCheck(cudaStreamWaitEvent(g->stream, g->ready, 0));
+    cudaCheck(cudaEventRecord(g->begun[slot], g->stream));
+}
+
+void all_reduce_end(MultiGpu* g) {
+    cudaCheck(cudaEventRecord(g->ended[g->issued % MOST_COLLECTIVES], g->stream));
+    g->issued++;
 }
 
 // grads[0..count) = their average over all ranks, once compute has written them; if `overlap`, compute goes on
 // meanwhile. The buckets use one stream, so one staging buffer is enough: the next is converted when the last is back.
 void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t compute, bool overlap) {
     if (g->num_ranks == 1 || count == 0) { return; }
-    all_reduce_after(g, compute);
+    all_reduce_begin(g, compute);
     if (g->bf16_gradients) {
         if (count % 8 != 0 || (uintptr_t)grads % 16 != 0) {
             fatal("all_reduce_bucket: count must be a multiple of 8 and grads 16-byte aligned, they are %zu and %p",
@@ -3456,14 +3467,16 @@ void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t com
     } else {
         ncclCheck(ncclAllReduce(grads, grads, count, ncclFloat32, ncclAvg, g->comm, g->stream));
     }
+    all_reduce_end(g);
     if (!overlap) { all_reduce_wait(g, compute); }
 }
 
 // a few numbers on the device, such as the loss and how many targets it is of: sums[0..n) = their sum over all ranks
 void all_reduce_sums(MultiGpu* g, double* sums, size_t n, cudaStream_t compute) {
     if (g->num_ranks == 1 || n == 0) { return; }
-    all_reduce_after(g, compute);
+    all_reduce_begin(g, compute);
     ncclCheck(ncclAllReduce(sums, sums, n, ncclFloat64, ncclSum, g->comm, g->stream));
+    all_reduce_end(g);
     all_reduce_wait(g, compute);
 }
 
@@ -3794,6 +3807,8 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
         bool reduce = t->gpus.num_ranks > 1 && (every || i + 1 == opt->grad_accum);
         model_forward_backward(model, &mb, reduce ? &t->gpus : NULL);
         gpu_clock_span_end(model->clock, model->stream);
+        // the expert loop waits for the stream, and would not notice that it waits for a rank that never comes
+        if (reduce && model->switches.experts == EXPERTS_LOOP) { multi_gpu_wait_for_collectives(&t->gpus); }
     }
     phase(model, PHASE_ALLREDUCE, -1);
     all_reduce_sums(&t->gpus, model->step_sums, step_sums_count(model), model->stream);

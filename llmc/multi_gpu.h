@@ -18,6 +18,9 @@ typedef void* ncclComm_t; // so that train_moe.cu's collectives compile; with on
 #include "nccl_check.h" // MPI and NCCL
 #endif
 
+enum { MOST_COLLECTIVES = 16 }; // issued and not done: the host goes no further ahead, or launches would fill CUDA's queue and
+                               // the host wait in one of them, where nobody looks at the clock
+
 typedef struct {
     int rank, num_ranks;            // among all processes
     int local_rank, local_ranks;    // among those of this machine
@@ -28,7 +31,9 @@ typedef struct {
     int nccl_version;               // 22809 is 2.28.9; 0 with one rank
     double connect_ms;              // for connecting and the self-test
     cudaStream_t stream;            // of all collectives
-    cudaEvent_t ready, done;        // what compute had to write is written; the collectives issued so far are done
+    cudaEvent_t ready;              // what compute had to write for the collective issued last is written
+    cudaEvent_t begun[MOST_COLLECTIVES], ended[MOST_COLLECTIVES]; // of collective i at i % MOST_COLLECTIVES
+    unsigned issued, oldest;        // how many collectives there were; the first that is not known to be done
     __nv_bfloat16* staging;         // (largest bucket) gradients on their way
     bool first;                     // rank 0, while the others wait for it to go first
     ncclComm_t comm;
@@ -76,6 +81,7 @@ static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
     (void)g;
     cudaCheck(cudaEventSynchronize(event));
 }
+static inline void multi_gpu_wait_for_collectives(MultiGpu* g) { (void)g; }
 static inline void multi_gpu_barrier(MultiGpu* g) { (void)g; }
 static inline void multi_gpu_broadcast(MultiGpu* g, void* data, size_t bytes) { (void)g, (void)data, (void)bytes; }
 static inline void multi_gpu_sum(MultiGpu* g, double* sums, size_t n) { (void)g, (void)sums, (void)n; }
@@ -263,14 +269,23 @@ static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
     if (freopen("/dev/null", "w", stdout) == NULL) { fatal("cannot open /dev/null"); }
 }
 
+// Whether this rank's GPU has come to a collective and is not through it: it waits for other ranks, or data is on its way.
+static inline bool multi_gpu_in_collective(MultiGpu* g) {
+    while (g->oldest < g->issued && cudaEventQuery(g->ended[g->oldest % MOST_COLLECTIVES]) == cudaSuccess) { g->oldest++; }
+    bool within = g->oldest < g->issued && cudaEventQuery(g->begun[g->oldest % MOST_COLLECTIVES]) == cudaSuccess;
+    cudaGetLastError(); // "not ready" is no error, but is kept as the last one
+    return within;
+}
+
 // The host waits for an event of this rank's GPU. A collective that some rank never joins does not end by itself, so
-// the host looks for NCCL's errors meanwhile, and at how long ago this rank did its own part.
+// the host looks for NCCL's errors meanwhile, and at how long its GPU has been in one and the same collective.
 static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
     if (g->num_ranks == 1) {
         cudaCheck(cudaEventSynchronize(event));
         return;
     }
-    double since = 0; // since when this rank has done its part of a collective and waits for others; 0: it does not
+    double since = 0; // when this rank's GPU was first seen in the collective that it is in; 0: it is in none
+    unsigned which = 0;
     for (;;) {
         cudaError_t status = cudaEventQuery(event);
         if (status == cudaSuccess) { return; }
@@ -281,15 +296,18 @@ static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
             nccl_check(result, "averaging over ranks", __FILE__, __LINE__);
         }
         double now = profiler_clock_us();
-        bool waits = cudaStreamQuery(g->stream) == cudaErrorNotReady && cudaEventQuery(g->ready) == cudaSuccess;
-        if (!waits || since == 0) { since = waits ? now : 0; }
-        if (waits && now - since > 1e6 * g->timeout) {
+        bool within = multi_gpu_in_collective(g);
+        if (!within || since == 0 || which != g->oldest) { since = within ? now : 0; }
+        which = g->oldest;
+        if (within && now - since > 1e6 * g->timeout) {
             fatal("other ranks have not come to an all-reduce within %.0f s (MOE_NCCL_TIMEOUT): has one been stopped, "
                   "or a GPU been lost? Try: %s", g->timeout, nccl_advice());
         }
-        cudaGetLastError(); // "not ready" is no error, but is kept as the last one
         usleep(100);
     }
+}
+static inline void multi_gpu_wait_for_collectives(MultiGpu* g) { // all that were issued; there must have been one
+    multi_gpu_wait(g, g->ended[(g->issued - 1) % MOST_COLLECTIVES]);
 }
 
 // Averages numbers that everyone knows, on the very path that the gradients will take.
@@ -300,8 +318,8 @@ static inline void multi_gpu_self_test(MultiGpu* g, AllReduce all_reduce, size_t
     cudaCheck(cudaMemcpyAsync(numbers, host, n * sizeof(float), cudaMemcpyHostToDevice, g->stream));
     all_reduce(g, numbers, n, g->stream, true);
     cudaCheck(cudaMemcpyAsync(host, numbers, n * sizeof(float), cudaMemcpyDeviceToHost, g->stream));
-    cudaCheck(cudaEventRecord(g->done, g->stream));
-    multi_gpu_wait(g, g->done);
+    cudaCheck(cudaEventRecord(g->ready, g->stream));
+    multi_gpu_wait(g, g->ready);
     double rounding = g->bf16_gradients ? g->num_ranks / 256.0 : 1e-5; // of sums in bf16, one a hop; of sums in fp32
     for (size_t i = 0; i < n; i++) {
         double want = (double)(i % 7) + (g->num_ranks - 1) / 2.0;
@@ -324,7 +342,10 @@ static inline void multi_gpu_connect(MultiGpu* g, AllReduce all_reduce, size_t l
     cudaCheck(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
     cudaCheck(cudaStreamCreateWithPriority(&g->stream, cudaStreamNonBlocking, highest));
     cudaCheck(cudaEventCreateWithFlags(&g->ready, cudaEventDisableTiming));
-    cudaCheck(cudaEventCreateWithFlags(&g->done, cudaEventDisableTiming));
+    for (int i = 0; i < MOST_COLLECTIVES; i++) {
+        cudaCheck(cudaEventCreateWithFlags(&g->begun[i], cudaEventDisableTiming));
+        cudaCheck(cudaEventCreateWithFlags(&g->ended[i], cudaEventDisableTiming));
+    }
     largest_bucket = (largest_bucket + 7) / 8 * 8;
     if (bf16_gradients) { cudaCheck(cudaMalloc((void**)&g->staging, largest_bucket * sizeof(__nv_bfloat16))); }
     ncclUniqueId id;
@@ -348,7 +369,10 @@ static inline void multi_gpu_close(MultiGpu* g) {
         ncclCheck(ncclCommDestroy(g->comm));
         cudaCheck(cudaStreamDestroy(g->stream));
         cudaCheck(cudaEventDestroy(g->ready));
-        cudaCheck(cudaEventDestroy(g->done));
+        for (int i = 0; i < MOST_COLLECTIVES; i++) {
+            cudaCheck(cudaEventDestroy(g->begun[i]));
+            cudaCheck(cudaEventDestroy(g->ended[i]));
+        }
         cudaCheck(cudaFree(g->staging));
         g->comm = NULL;
     }

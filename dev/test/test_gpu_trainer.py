@@ -463,15 +463,23 @@ def a_killed_rank_ends_all():  # R7
     ranks(2, [PROGRAM, "--resume", "--out", folder("out"), "--steps", step + 1])
 
 
-@test
+@emu_test
 def a_rank_that_hangs_is_given_up():  # R2, R10
-    process, children = two_ranks_after_two_steps("--save-every", 1, "--keep", 2, env={"MOE_NCCL_TIMEOUT": "4", "EMU_NCCL_TIMEOUT": "4"})
-    os.kill(children[1], signal.SIGSTOP)
-    begin = time.time()
-    out, err = process.communicate(timeout=100)
-    check(process.returncode == 1 and "_NCCL_TIMEOUT" in err, f"exit code {process.returncode}: {err[-400:]}")
-    check(time.time() - begin < 60, f"after {time.time() - begin:.0f} s")
-    run([CPU_TRAINER, "--init", step_folder(folder("out"), steps_in(folder("out"))[-1]), "--generate", 1])
+    # The expert loop waits in each layer for a stream that may wait for gradients, where nobody looks at the clock.
+    env = {"MOE_NCCL_TIMEOUT": "4", "EMU_NCCL_TIMEOUT": "300", "EMU_LAZY_STREAM": "1"}
+    every = ["--allreduce", "every", "--grad-accum", 8]
+    for switches in [], [*every, "--overlap", 0], [*every, "--experts", "loop"]:
+        process, children = two_ranks_after_two_steps("--save-every", 1, "--keep", 2, *switches, env=env)
+        os.kill(children[1], signal.SIGSTOP)
+        try:
+            out, err = process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+            raise Failure(f"{switches}: the other rank still waits: {process.stderr.read()[-400:]}")
+        check(process.returncode == 1 and "MOE_NCCL_TIMEOUT" in err, f"exit code {process.returncode}: {err[-400:]}")
+        run([CPU_TRAINER, "--init", step_folder(folder("out"), steps_in(folder("out"))[-1]), "--generate", 1])
+        shutil.rmtree(folder("out"))
 
 
 def preloaded(function, when, action):
@@ -765,14 +773,14 @@ for mode in ("check", "asan"):
 
 WAITING = {"EMU_LAZY_STREAM": "1"}  # so that ranks reach the calls that wait for others
 # calls whose failure changes nothing that matters, and why
-HARMLESS = {"cudaDriverGetVersion": "only words a message", "cudaRuntimeGetVersion": "only words a message",
-            "cudaStreamQuery": "asked again and again by a rank that waits; an error shows in the event it waits for"}
+HARMLESS = {"cudaDriverGetVersion": "only words a message", "cudaRuntimeGetVersion": "only words a message"}
 
 
 def harmless(function, site):
     file, line = site.split(":")
     text = read(os.path.join(ROOT, file)).decode().splitlines()[int(line) - 1]
-    return function in HARMLESS or text.strip().startswith("cudaGetLastError();")  # forgets an error that was looked at
+    asked_again = "cudaEventQuery(g->" in text  # by a rank that waits; an error shows in the event it waits for
+    return function in HARMLESS or asked_again or text.strip().startswith("cudaGetLastError();")  # forgets an error that was looked at
 
 
 def resumable():
@@ -921,8 +929,7 @@ def every_call_that_fails_while_resuming_leaves_the_checkpoint():
 # what none of these runs reaches, by function or name of the call, and why
 UNREACHED = {"cudaMemset2DAsync": "a product over no terms at all: none of the trainer's is, its matrices have at least a column",
              "gemm_peak": "not in the emulator: it has no speed worth knowing",
-             "dry_run": "asks whether there is a GPU, and goes on without: dry_run_needs_no_gpu",
-             "cudaEventQuery(g->ready)": "behind a cudaStreamQuery that is harmless, in the same condition"}
+             "dry_run": "asks whether there is a GPU, and goes on without: dry_run_needs_no_gpu"}
 # files that none of these runs has, and why
 NOT_HERE = {"llmc/cudnn_attention.cpp": "the emulator has no cuDNN: every_failing_call_of_cudnn_says_which_attention_needs_none",
             "llmc/cuda_check.h": "macros: what they check counts where they are used",
