@@ -318,7 +318,7 @@ def closed_streams_leave_the_files_alone():  # a daemon's
 @cpu_test
 def results_that_cannot_be_printed_are_an_error():
     run([*TINY, "--train-data", stories(), *LONG[2:], "--steps", 1, "--out", folder("out")])
-    for options in (["--generate", 3], ["--eval", "--val-data", stories()]):
+    for options in (["--generate", 3], ["--eval", "--val-data", stories()], ["--dry-run"]):
         r = run(["bash", "-c", 'exec "$@" >/dev/full', "-", PROGRAM, "--init", step_folder(folder("out"), 1), *options], code=1)
         check("cannot write to stdout" in r.err, r.err)
 
