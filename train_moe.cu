@@ -3639,7 +3639,7 @@ void check_switches(const Options* opt, const MoEConfig* c) {
     double tiles = (double)opt->batch_size * opt->seq_len * c->num_experts_per_tok / TILE_ROWS + c->num_experts;
     const struct { const char* what; double value, most; const char* advice; } limits[] = {
         {"--batch-size", (double)opt->batch_size, GRID_MOST, "use --grad-accum"},
-        {"--batch-size x --seq-len: tiles of experts' rows", tiles, GRID_MOST, "use --grad-accum"},
+        {"--batch-size x --seq-len: tiles of experts' rows", tiles, GRID_MOST, "lower either, or use --grad-accum"},
         {"num_attention_heads", (double)c->num_attention_heads, GRID_MOST, "train_moe_cpu takes more"},
         {"num_experts", (double)c->num_experts, ROUTER_MAX_EXPERTS, "train_moe_cpu takes more"}};
     for (const auto& l : limits) {
