@@ -347,7 +347,7 @@ row("min_lr_above_lr", [*RUN, "--lr", "1e-4", "--min-lr", "1e-3"], "--min-lr 0.0
 for option, value, bounds in [
         ("batch-size", 0, "[1,"), ("seq-len", 0, "[1,"), ("grad-accum", 0, "[1,"), ("steps", -1, "at least 0"),
         ("lr", -1, "at least 0"), ("warmup-steps", -1, "at least 0"), ("weight-decay", -0.1, "at least 0"), ("beta1", 1, "[0,1)"),
-        ("beta2", 1.5, "[0,1)"), ("eps", 0, "at least 1e-30"), ("eps", "1e-50", "at least 1e-30"), ("grad-clip", -1, "at least 0"), ("seed", -1, "[0,"), *([] if GPU else [("threads", 0, "[1,")]),
+        ("beta2", 1.5, "[0,1)"), ("eps", 0, "above 1e-38"), ("eps", "1e-50", "above 1e-38"), ("grad-clip", -1, "at least 0"), ("seed", -1, "[0,"), *([] if GPU else [("threads", 0, "[1,")]),
         ("temperature", -1, "at least 0"), ("top-p", 0, "(0,1]"), ("top-k", -1, "[0,"), ("val-steps", -1, "at least 0"),
         ("keep", -1, "[0,"), ("aux-loss-coef", -1, "at least 0")]:
     start_of_run = [o for o in RUN if o != f"--{option}"]
