@@ -752,6 +752,7 @@ def silent_training(mode):
 
 def silent_ranks(mode):
     at_once(lambda: check_silent(mode, 2, "--out", folder("two")),
+            lambda: check_silent(mode, 2, "--allreduce", "every", steps=1),
             lambda: check_silent(mode, 2, "--allreduce", "every", "--allreduce-dtype", "fp32", "--overlap", 0, steps=1))
 
 
