@@ -282,6 +282,8 @@ def one_two_and_four_ranks_do_the_same_with_the_same_tokens():  # R1 to R3
             lambda: on_ranks("2-bf16", 2), *(lambda R=R: on_ranks(f"{R}-ring", R, env={"EMU_NCCL": "ring"}) for R in (2, 4)))
     for name, tolerance in (("2", 1e-5), ("4", 1e-5), ("2-bf16", 2 / 256), ("2-ring", 2 / 256), ("4-ring", 4 / 256)):
         check_close("1", name, tolerance, f"{name} ranks")
+        first, alone = (metrics(folder(n + ".jsonl"))[0] for n in (name, "1"))
+        check(all(first[key] == alone[key] for key in ("expert_load", "dead_experts")), f"load of the experts: {first}, on one rank {alone}")
         check(column(folder("1.jsonl"), "tokens") == column(folder(name + ".jsonl"), "tokens"), "tokens")
         check(state_of(step_folder(folder("1"), 2)) == state_of(step_folder(folder(name), 2)), "the places in the data differ")
 
