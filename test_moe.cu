@@ -78,10 +78,11 @@ typedef struct {
     enum AttentionKind attention;
     enum ExpertsKind experts;
     bool recompute;
+    int pad_token; // -1: none
 } Case;
 
 static const Case plain = {"mha", 96, 32, 2, 4, 4, 8, 8, 2, 16, 48, 2, 24, true, false, false, false, -1, 0, 0, FREE,
-                           ATTENTION_FLASH, EXPERTS_GROUPED, false};
+                           ATTENTION_FLASH, EXPERTS_GROUPED, false, -1};
 
 static std::vector<Case> cases(void) {
     std::vector<Case> all;
@@ -108,7 +109,7 @@ static std::vector<Case> cases(void) {
     c = plain, c.name = "balance_and_z_loss", c.aux = 0.02, c.z = 1e-3, c.ignored = true;
     all.push_back(c);
     // at ordinary coefficients the gradients of these two would drown in the rounding of the rest
-    c = plain, c.name = "mostly_balance_loss", c.aux = 5, c.ignored = true;
+    c = plain, c.name = "mostly_balance_loss", c.aux = 5, c.ignored = true, c.L = 3, c.dense_layer = 1; // which has no load
     all.push_back(c);
     c = plain, c.name = "mostly_z_loss", c.z = 0.3, c.ignored = true;
     all.push_back(c);
@@ -149,7 +150,7 @@ static MoEConfig case_config(const Case* c) {
     m.num_experts = c->E, m.num_experts_per_tok = c->K, m.moe_intermediate_size = c->F, m.intermediate_size = c->dense_F;
     m.norm_topk_prob = c->norm_topk, m.tie_word_embeddings = c->tied;
     m.num_mlp_only_layers = c->dense_layer >= 0, m.mlp_only_layers[0] = c->dense_layer;
-    m.bos_token_id = m.eos_token_id = m.pad_token_id = -1;
+    m.bos_token_id = m.eos_token_id = -1, m.pad_token_id = c->pad_token;
     m.rms_norm_eps = 1e-5;
     return m;
 }
@@ -324,7 +325,8 @@ static void case_batch(Pair* p, const Case* c) {
         bool ignored = c->ignored && n > 0 && rng_uniform(&state) < 0.4;
         p->targets.push_back(ignored ? -100 : (int)(rng_uniform(&state) * c->V));
         size_t t = n % c->T;
-        bool opens = t == 0 || (c->T > 64 ? t == c->T / 4 : rng_uniform(&state) < 0.12); // one within a tile, read by later tiles
+        // in several tiles one, where a tile of queries sees one of keys with its first rows but not with its last
+        bool opens = t == 0 || (c->T > 64 ? t == c->T * 2 / 3 : rng_uniform(&state) < 0.12);
         p->doc_start.push_back(opens ? (int)t : p->doc_start.back());
     }
     p->documents = c->documents;
@@ -905,8 +907,27 @@ static void two_microbatches_add_up(void* what) {
     delete p;
 }
 
+static void padding_is_not_learnt(void* what) {
+    // the padding token's embedding has no gradient, as with padding_idx of torch.nn.Embedding; every other one that occurs has
+    Pair* p = case_run((const Case*)what);
+    const ParamTensor* t = param_find(&p->gpu.table, "model.embed_tokens.weight");
+    size_t C = t->shape[1], occurs = 0;
+    std::vector<float> ours = gpu_gradient(p, t);
+    const float* wanted = cpu_gradient(&p->cpu, t);
+    for (int token : p->tokens) {
+        bool pads = token == p->what.pad_token;
+        CHECK((l2(&ours[token * C], NULL, C) == 0) == pads && (l2(wanted + token * C, NULL, C) == 0) == pads);
+        occurs += pads;
+    }
+    CHECK(occurs > 0 && occurs < p->N);
+    pair_free(p);
+    delete p;
+}
+
 static void test_equalities(void) {
-    Case c = plain;
+    Case c = plain, padded = plain;
+    padded.V = 16, padded.pad_token = 5;
+    report("padding_is_not_learnt", "mha", padding_is_not_learnt, &padded);
     c.aux = 0.01, c.z = 1e-3, c.ignored = true, c.documents = true;
     report("the_same_step_again_gives_the_same_bits", "flash_grouped", the_same_step_again_gives_the_same_bits, &c);
     report("two_microbatches_add_up", "flash_grouped", two_microbatches_add_up, &c);

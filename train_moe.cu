@@ -2458,9 +2458,10 @@ void experts_backward(bf16* d_expert_in, float* d_gate_up_proj, float* d_down_pr
         gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r.row_slot, r.row_token, r.tile_list, R,
         (int)C, (int)F);
     launchCheck("experts_down_backward_kernel5");
-    grouped_matmul_backward_weight<64, true, false>(d_down_proj, d_out, expert_act, r, F, C, E, stream);
-    grouped_matmul_backward_weight<128, false, true>(d_gate_up_proj, gate_up, inp, r, C, 2 * F, E, stream);
-    grouped_matmul<false>(d_expert_in, gate_up, gate_up_proj, r, R, 2 * F, C, E, stream);
+    const bf16 *d_gate_up = gate_up, *weighted_act = expert_act; // what these two hold from here on
+    grouped_matmul_backward_weight<64, true, false>(d_down_proj, d_out, weighted_act, r, F, C, E, stream);
+    grouped_matmul_backward_weight<128, false, true>(d_gate_up_proj, d_gate_up, inp, r, C, 2 * F, E, stream);
+    grouped_matmul<false>(d_expert_in, d_gate_up, gate_up_proj, r, R, 2 * F, C, E, stream);
 }
 
 void experts_loop_forward(bf16* expert_out, bf16* gate_up, bf16* expert_act, bf16* expert_in, int* host_offsets,
@@ -3317,15 +3318,14 @@ void layer_backward(Model* model, int l, const Microbatch* mb) {
 void all_reduce_wait(MultiGpu* g, cudaStream_t compute);
 void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t compute, bool overlap);
 
-void model_reduce(Model* model, MultiGpu* gpus, const char* first, int first_layer, const char* end, int end_layer) {
-    // starts averaging over the ranks the gradients from tensor `first` up to tensor `end` (NULL: the last). They lie
-    // side by side in the arena, and backward is done with them.
-    const ParamTable* places = &model->places;
-    size_t begin = param_find(places, first, first_layer)->offset;
-    size_t stop = end ? param_find(places, end, end_layer)->offset : places->num_parameters;
+void model_reduce(Model* model, MultiGpu* gpus, size_t* sent, const char* name, int layer) {
+    // starts averaging over the ranks the gradients from tensor `name` up to those sent before, which begin at *sent in
+    // the arena; backward is done with them
+    size_t begin = param_find(&model->places, name, layer)->offset;
     gpu_clock_bucket(model->clock, model->stream);
-    all_reduce_bucket(gpus, model->grads + begin, stop - begin, model->stream, model->switches.overlap);
+    all_reduce_bucket(gpus, model->grads + begin, *sent - begin, model->stream, model->switches.overlap);
     gpu_clock_bucket(model->clock, gpus->stream);
+    *sent = begin;
 }
 
 void model_backward(Model* model, const Microbatch* mb, MultiGpu* gpus) {
@@ -3335,22 +3335,20 @@ void model_backward(Model* model, const Microbatch* mb, MultiGpu* gpus) {
     const MoEConfig* c = &model->padded;
     Acts* acts = &model->acts;
     cudaStream_t stream = model->stream;
-    size_t N = model->B * model->T, C = c->hidden_size;
-    int L = c->num_hidden_layers;
-    const char* layer = "model.layers.%d.input_layernorm.weight";
+    size_t N = model->B * model->T, C = c->hidden_size, sent = model->places.num_parameters;
     phase(model, PHASE_NORMS, -1);
     rmsnorm_backward(acts->d_residual, model->d_w.norm, acts->d_norm, acts->residual_final, model->w.norm,
                      acts->final_rstd, acts->norm_partials, N, C, model->config.hidden_size, false, stream);
-    if (gpus) { model_reduce(model, gpus, "model.norm.weight", -1, NULL, -1); } // and the lm_head behind it
-    for (int l = L - 1; l >= 0; l--) {
+    if (gpus) { model_reduce(model, gpus, &sent, "model.norm.weight", -1); } // and the lm_head behind it
+    for (int l = c->num_hidden_layers - 1; l >= 0; l--) {
         layer_backward(model, l, mb);
-        if (gpus) { model_reduce(model, gpus, layer, l, l + 1 < L ? layer : "model.norm.weight", l + 1); }
+        if (gpus) { model_reduce(model, gpus, &sent, "model.layers.%d.input_layernorm.weight", l); }
     }
     phase(model, PHASE_EMBEDDING, -1);
     embedding_backward(model->d_w.embed_tokens, acts->d_residual, mb->tokens, mb->token_order, N, C, c->pad_token_id,
                        stream);
     if (gpus) {
-        model_reduce(model, gpus, "model.embed_tokens.weight", -1, layer, 0);
+        model_reduce(model, gpus, &sent, "model.embed_tokens.weight", -1);
         phase(model, PHASE_ALLREDUCE, -1);
         all_reduce_wait(gpus, stream);
     }
@@ -3652,7 +3650,7 @@ void check_switches(const Options* opt, const MoEConfig* c) {
     double tiles = (double)opt->batch_size * opt->seq_len * c->num_experts_per_tok / TILE_ROWS + c->num_experts;
     const struct { const char* what; double value, most; const char* advice; } limits[] = {
         {"--batch-size", (double)opt->batch_size, GRID_MOST, "use --grad-accum"},
-        {"--batch-size x --seq-len: tiles of experts' rows", tiles, GRID_MOST, "use --grad-accum"},
+        {"--batch-size x --seq-len: tiles of experts' rows", tiles, GRID_MOST, "lower either, or use --grad-accum"},
         {"num_attention_heads", (double)c->num_attention_heads, GRID_MOST, "train_moe_cpu takes more"},
         {"num_experts", (double)c->num_experts, ROUTER_MAX_EXPERTS, "train_moe_cpu takes more"}};
     for (const auto& l : limits) {

@@ -147,7 +147,7 @@ static const OptionRow option_table[] = {
         "on every matrix, not on norms"},
     {"optimiser", 0, "beta1", "X", OPTION_DOUBLE, AT(beta1), "0.9", "[0,1)", PROGRAM_BOTH, "AdamW, first moment"},
     {"optimiser", 0, "beta2", "X", OPTION_DOUBLE, AT(beta2), "0.95", "[0,1)", PROGRAM_BOTH, "AdamW, second moment"},
-    {"optimiser", 0, "eps", "X", OPTION_DOUBLE, AT(eps), "1e-8", "(0,inf)", PROGRAM_BOTH, "AdamW, denominator"},
+    {"optimiser", 0, "eps", "X", OPTION_DOUBLE, AT(eps), "1e-8", "(1e-38,inf)", PROGRAM_BOTH, "AdamW, denominator"},
     {"optimiser", 0, "grad-clip", "X", OPTION_DOUBLE, AT(grad_clip), "1", "[0,inf)", PROGRAM_BOTH,
         "largest gradient norm; 0: no clipping"},
 

@@ -5,6 +5,7 @@
 
 #include "profiler.h"
 #include "run.h"
+#include "signals.h"
 
 // Floating-point operations that this run spends on a token, forward and backward.
 static inline double run_flops_per_token(const Run* run) {
@@ -105,6 +106,7 @@ static inline void dry_run_print(MemoryPlanner plan, const Run* run, const char*
     if (run->opt.memory > 0) { memory = run->opt.memory * gib; }
     if (memory > 0) { largest_batch_print(plan, run, memory); }
     for (int i = 0; i < 6 && memory == 0; i++) { largest_batch_print(plan, run, cards[i] * gib); }
+    stdout_check();
 }
 
 #endif

@@ -74,6 +74,9 @@ static inline void run_read_config(Run* run, int num_ranks) {
     Options* opt = &run->opt;
     char err[512];
     const char* path = run->resume != NULL ? run->resume : opt->init != NULL ? opt->init : opt->config;
+    if (path == opt->init && path != NULL && !path_is_folder(path)) {
+        fatal("--init %s is not a folder: name the one that has config.json and model.safetensors", path);
+    }
     if (path != NULL && !config_read(&run->config, path, err, sizeof(err))) { fatal("%s", err); }
     if (path == NULL && !config_preset(&run->config, opt->model)) {
         fatal("--model %s: there is no such preset; there are %s", opt->model, config_preset_names());

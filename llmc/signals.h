@@ -46,6 +46,7 @@ static inline void signals_open(void) {
     sigaddset(&set, SIGUSR1); // what mpirun passes on and does not follow up with a kill
     if (sigaction(SIGHUP, NULL, &hang_up) == 0 && hang_up.sa_handler != SIG_IGN) { sigaddset(&set, SIGHUP); } // no nohup
     pthread_sigmask(SIG_BLOCK, &set, NULL);
+    signal(SIGXFSZ, SIG_IGN); // a write beyond a limit on the size of files fails, with a reason
     if (pthread_create(&signals_thread, NULL, signals_wait, &set) != 0) { fatal("cannot start a thread for signals"); }
     for (int number = 1; number < NSIG; number++) {
         if (sigismember(&set, number) == 1) { signals_before[number] = signal(number, signals_pass_on); }

@@ -262,7 +262,7 @@ if [ -z "$emulator" ]; then # nine tenths of the card are ours, the rest is cuBL
     fi
     fits=$([ -z "$free" ] || $trainer --model $model -t $T --dry-run --memory "$(awk "BEGIN { print 0.9 * $free }")" |
         sed -n 's/.*largest batch.*--batch-size \([0-9]*\).*/\1/p')
-    [ -z "$fits" ] && say "- batch size: it is not known what fits into ${free:-unknown} GiB; tries 1"
+    [ -z "$fits" ] && say "- batch size: not one sequence is known to fit into ${free:-an unknown number of} GiB; tries 1"
     [ "${fits:-0}" -lt "$B" ] && B=${fits:-1}
     [ "$B" -lt 16 ] && accum=2 # a small card is slow, too: 20 steps shall fit into the time
 fi

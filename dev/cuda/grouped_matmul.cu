@@ -522,9 +522,10 @@ void experts_backward(bf16* d_expert_in, float* d_gate_up_proj, float* d_down_pr
         gate_up, expert_act, router_partials, d_out, down_proj, router_weights, r.row_slot, r.row_token, r.tile_list, R,
         (int)C, (int)F);
     launchCheck("experts_down_backward_kernel5");
-    grouped_matmul_backward_weight<64, true, false>(d_down_proj, d_out, expert_act, r, F, C, E, stream);
-    grouped_matmul_backward_weight<128, false, true>(d_gate_up_proj, gate_up, inp, r, C, 2 * F, E, stream);
-    grouped_matmul<false>(d_expert_in, gate_up, gate_up_proj, r, R, 2 * F, C, E, stream);
+    const bf16 *d_gate_up = gate_up, *weighted_act = expert_act; // what these two hold from here on
+    grouped_matmul_backward_weight<64, true, false>(d_down_proj, d_out, weighted_act, r, F, C, E, stream);
+    grouped_matmul_backward_weight<128, false, true>(d_gate_up_proj, d_gate_up, inp, r, C, 2 * F, E, stream);
+    grouped_matmul<false>(d_expert_in, d_gate_up, gate_up_proj, r, R, 2 * F, C, E, stream);
 }
 
 void experts_loop_forward(bf16* expert_out, bf16* gate_up, bf16* expert_act, bf16* expert_in, int* host_offsets,

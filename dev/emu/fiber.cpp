@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #ifdef EMU_ASAN
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -79,8 +80,9 @@ static char* map_stack(size_t size) {
     region_used += GUARD + size;
     pthread_mutex_unlock(&region_lock);
     if (!stack || mprotect(stack, size, PROT_READ | PROT_WRITE)) {
-        fprintf(stderr, "emu: error: no memory for another fiber's stack\n");
-        abort();
+        fflush(stdout);
+        fprintf(stderr, "emu: error: no memory for the stack of another CUDA thread: is there a limit (ulimit -v)?\n");
+        _exit(1);
     }
     return stack;
 }

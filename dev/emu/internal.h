@@ -196,8 +196,8 @@ void count_access(const void* pc, const Thread* t, uintptr_t address, size_t n, 
 void count_launch_begin(Grid& g);
 void count_launch_end(Grid& g);
 void count_print();
-bool count_wished();
-FILE* count_open(); // $EMU_COUNT_OUT, or standard error             // EMU_COUNT does not forbid it (report.cpp)
+bool count_wished(); // EMU_COUNT does not forbid it (report.cpp)
+FILE* count_open();  // $EMU_COUNT_OUT, or standard error
 
 // ---------------------------------------------------------------- operations and streams (stream.cpp)
 struct Stream;

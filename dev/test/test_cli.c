@@ -146,7 +146,7 @@ static void bad_values_are_refused_by_name(void) {
     const struct { const char *line, *message; } rows[] = {
         {"--lr -1", "--lr must be at least 0, not -1"}, {"--lr nan", "--lr: 'nan' is not a number"},
         {"--lr", "--lr needs a value"}, {"--lr --eps 1", "--lr needs a value"}, {"--lr=", "--lr: '' is not a number"},
-        {"--min-lr -0.1", "--min-lr must be at least 0"}, {"--eps 0", "--eps must be above 0, not 0"},
+        {"--min-lr -0.1", "--min-lr must be at least 0"}, {"--eps 0", "--eps must be above 1e-38, not 0"},
         {"--beta1 1", "--beta1 must be in [0,1), not 1"}, {"--beta2 -0.5", "--beta2 must be in [0,1)"},
         {"--weight-decay -1", "--weight-decay must be"}, {"--grad-clip -1", "--grad-clip must be"},
         {"--aux-loss-coef -1", "--aux-loss-coef must be"}, {"--z-loss-coef x", "--z-loss-coef: 'x' is not a number"},

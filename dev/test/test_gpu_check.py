@@ -154,6 +154,8 @@ def memory_that_nobody_knows_is_said():
     smi = STUBS["bin/nvidia-smi"].replace("echo 40960", "echo '[N/A]'")
     out = stage(replace={"build/peaks": no_cards, "bin/nvidia-smi": smi}).out
     check("the card has an unknown number of GiB" in out and "tries 1" in out and "training: B = 1," in out, out)
+    small = STUBS["train_moe"].replace("largest batch in 36.0 GiB at T = 4096: --batch-size 19", "not even --batch-size 1 fits into 34.2 GiB")
+    check("not one sequence is known to fit into 38.00 GiB; tries 1" in stage(replace={"train_moe": small}).out, "a small card")
 
 
 @test

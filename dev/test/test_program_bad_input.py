@@ -237,6 +237,7 @@ def lying(name, offsets):
 
 
 row("weights_missing_folder", ["--init", HOME + "/no", *RUN[2:]], HOME + "/no")
+row("weights_that_are_a_file", ["--init", MODEL + "/model.safetensors", *RUN[2:]], "--init", "is not a folder")
 row("weights_missing_file", lambda: ["--init", os.path.dirname(config()), *RUN[2:]], "neither model.safetensors nor")
 row("weights_without_an_expert", weights(without(GATE)), GATE, "missing")
 row("weights_without_a_head", weights(without("lm_head.weight")), "lm_head.weight is missing", "tie_word_embeddings")
@@ -311,6 +312,10 @@ if GPU:
     row("option_cpu_only", [*RUN, "--threads", 2], "--threads is honoured by train_moe_cpu alone")
     row("option_choice_not_built", [*RUN, "--attention", "cudnn"], "--attention cudnn", "USE_CUDNN=1")
     row("option_precision", [*RUN, "--precision", "fp32"], "--precision fp32", "train_moe computes in bf16")
+    row("batch_beyond_a_grid", [*RUN[:2], "--batch-size", 65536, "--train-data", GOOD], "--batch-size: train_moe takes at most 65535", "--grad-accum")
+    row("sequence_beyond_a_grid", [*RUN[:2], "--batch-size", 1, "--seq-len", "16M", "--train-data", GOOD], "at most 65535, not 250004: lower either")
+    row("experts_beyond_a_block", lambda: ["--config", config(num_experts=1025, num_local_experts=1025), *RUN[2:]], "num_experts: train_moe takes at most 1024")
+    row("recompute_without_the_grouped_products", [*RUN, "--recompute", "moe", "--experts", "loop"], "--recompute moe", "use --experts grouped")
 else:
     row("option_gpu_only", [*RUN, "--master", 0], "--master is honoured by train_moe alone")
     row("option_choice_gpu_only", [*RUN, "--attention", "cudnn"], "--attention cudnn", "train_moe")
@@ -342,7 +347,7 @@ row("min_lr_above_lr", [*RUN, "--lr", "1e-4", "--min-lr", "1e-3"], "--min-lr 0.0
 for option, value, bounds in [
         ("batch-size", 0, "[1,"), ("seq-len", 0, "[1,"), ("grad-accum", 0, "[1,"), ("steps", -1, "at least 0"),
         ("lr", -1, "at least 0"), ("warmup-steps", -1, "at least 0"), ("weight-decay", -0.1, "at least 0"), ("beta1", 1, "[0,1)"),
-        ("beta2", 1.5, "[0,1)"), ("eps", 0, "above 0"), ("grad-clip", -1, "at least 0"), ("seed", -1, "[0,"), *([] if GPU else [("threads", 0, "[1,")]),
+        ("beta2", 1.5, "[0,1)"), ("eps", 0, "above 1e-38"), ("eps", "1e-50", "above 1e-38"), ("grad-clip", -1, "at least 0"), ("seed", -1, "[0,"), *([] if GPU else [("threads", 0, "[1,")]),
         ("temperature", -1, "at least 0"), ("top-p", 0, "(0,1]"), ("top-k", -1, "[0,"), ("val-steps", -1, "at least 0"),
         ("keep", -1, "[0,"), ("aux-loss-coef", -1, "at least 0")]:
     start_of_run = [o for o in RUN if o != f"--{option}"]

@@ -130,6 +130,15 @@ def document_mask_on_shards_is_that_of_a_batch_with_doc_ids():  # D10: an EOT op
 
 
 @test
+def a_dump_is_of_one_microbatch_however_many_a_step_has():
+    os.makedirs(folder(), exist_ok=True)
+    command = [PROGRAM, "--model", "tiny", "--train-data", stories(), "--batch-size", 2, "--seq-len", 24, "--aux-loss-coef", 1, "--z-loss-coef", 1]
+    for accum in (1, 3):
+        run([*command, "--grad-accum", accum, "--dump", folder(f"{accum}")])
+    check(read(folder("1")) == read(folder("3")), "loss or gradients depend on --grad-accum")
+
+
+@test
 def no_token_sees_the_document_before_its_own():  # D10
     x = np.array([[EOT, 65, 66, 67, EOT, 70, 71, 72]], np.int32)
     other = np.array([[EOT, 97, 98, 99, EOT, 70, 71, 72]], np.int32)
