@@ -3068,7 +3068,8 @@ void model_free(Model* model) {
 // ----------------------------------------------------------------------------
 // the model: forward, loss, backward, update
 
-// One microbatch, on the device, and what the whole optimizer step needs to know to give it its due weight.
+// One microbatch, on the device, and what the whole optimizer step needs to know to give it its due weight: a token's
+// loss enters the gradient times grad_scale / counted, the balance loss times share * grad_scale.
 typedef struct {
     const int *tokens, *targets; // (B, T); a negative target is not counted
     const int *doc_start, *doc_end; // (B, T) first and one past last position of each token's document in its row
@@ -3314,7 +3315,7 @@ void layer_backward(Model* model, int l, const Microbatch* mb) {
                      a->attn_rstd, acts->norm_partials, N, C, hidden_size, true, stream);
 }
 
-// both below, under multi-GPU
+// under multi-GPU, below: the gradients of a bucket begin to be averaged; compute waits until all that have begun are
 void all_reduce_wait(MultiGpu* g, cudaStream_t compute);
 void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t compute, bool overlap);
 
@@ -3816,7 +3817,7 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
     trainer_read_sums(t);
     gpu_clock_end(&t->clock);
     trainer_losses(t, counted, metrics);
-    if (!isfinite(metrics->loss) || !isfinite(metrics->grad_norm)) { multi_gpu_let_rank0_speak(&t->gpus); }
+    if (!isfinite(metrics->loss) || !isfinite(metrics->grad_norm)) { multi_gpu_let_rank0_speak(&t->gpus, 100); }
     run_stop_if_not_finite(&t->run, &t->logger, &t->profiler, t->step + 1, metrics->loss, metrics->grad_norm);
     if (opt->aux_loss_coef == 0) { metrics->aux_loss = NAN; }
     metrics->lr = lr;

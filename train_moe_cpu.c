@@ -46,6 +46,7 @@ double, for finite differences. main is at the end, under #ifndef TESTING.
 #include "llmc/config.h"
 #include "llmc/dnnl_bf16.h"
 #include "llmc/dump_file.h"
+#include "llmc/launcher.h"
 #include "llmc/logger.h"
 #include "llmc/profiler.h"
 #include "llmc/rand.h"
@@ -2271,6 +2272,7 @@ int main(int argc, char** argv) {
     share_the_machine(argv);
     streams_open();
     signals_open();
+    launcher_refuse_ranks("trains in one, with --threads: start it without mpirun");
     Trainer* t = (Trainer*)callocCheck(1, sizeof(Trainer));
     Run* run = &t->run;
     run_open_model(run, argc, argv, PROGRAM_CPU, 1);

@@ -7,7 +7,9 @@
 #include "check.h"
 #include "cuda_check.h"
 #include "cuda_device.h"
+#include "launcher.h"
 #include "profiler.h"
+#include "signals.h"
 #include <cuda_bf16.h>
 #if defined(NO_MPI) || defined(NO_NCCL)
 #define ONE_RANK_ONLY
@@ -42,34 +44,18 @@ typedef struct {
 // all_reduce_bucket of train_moe.cu: grads[0..count) = their average over all ranks, once compute has written them
 typedef void (*AllReduce)(MultiGpu* g, float* grads, size_t count, cudaStream_t compute, bool overlap);
 
-// What a launcher says of the processes that it started, in the variables of Open MPI, MPICH and Intel MPI, MVAPICH, and
-// Slurm's srun: how many there are, and which of them this is. 0: nobody says anything.
-static const char* const launcher_size_names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"};
-static const char* const launcher_rank_names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID"};
-static inline int launcher_number(const char* const names[4]) {
-    for (int i = 0; i < 4; i++) {
-        const char* value = getenv(names[i]);
-        if (value != NULL && atoi(value) > 0) { return atoi(value); }
-    }
-    return 0;
-}
-static inline int launcher_ranks(void) { return launcher_number(launcher_size_names); }
-
 #ifdef ONE_RANK_ONLY
 
 static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
     (void)argc, (void)argv;
     memset(g, 0, sizeof(*g));
     g->num_ranks = g->local_ranks = 1;
-    if (launcher_ranks() > 1) {
-        if (launcher_number(launcher_rank_names) > 0) { sleep(2); } // each is alone, and the first one says it
-        fatal("started as %d processes, but this program was built without MPI or NCCL (NO_MPI=1, NO_NCCL=1) and knows "
-              "one GPU: build it anew with both, or start it without mpirun", launcher_ranks());
-    }
+    launcher_refuse_ranks("was built without MPI or NCCL (NO_MPI=1, NO_NCCL=1) and knows one GPU: build it anew with both, "
+                          "or start it without mpirun");
 }
 static inline void multi_gpu_first(MultiGpu* g) { (void)g; }
 static inline void multi_gpu_rest(MultiGpu* g) { (void)g; }
-static inline void multi_gpu_let_rank0_speak(const MultiGpu* g) { (void)g; }
+static inline void multi_gpu_let_rank0_speak(const MultiGpu* g, int seconds) { (void)g, (void)seconds; }
 template <class Kernel> void multi_gpu_device(MultiGpu* g, Kernel kernel) {
     g->num_devices = cuda_count_devices();
     g->properties = cuda_use_device(g->device, kernel);
@@ -159,14 +145,23 @@ static inline void multi_gpu_sum(MultiGpu* g, double* sums, size_t n) {
     watchdog_stop();
 }
 
-// before a fatal() that all ranks come to alike: one message is enough, and rank 0's ends them all
-static inline void multi_gpu_let_rank0_speak(const MultiGpu* g) {
-    if (g->rank > 0) { sleep_through(10); }
+// Waits for another rank's message to end this one, too. mpirun sends a signal after the time that it leaves ranks to end by
+// themselves (odls_base_sigkill_timeout), and kills them when as much has passed again.
+static inline void multi_gpu_await_the_end(int seconds) {
+    for (int i = 0; i < 10 * seconds; i++) {
+        usleep(100000);
+        if (interrupted()) { sleep_through(600); }
+    }
+}
+// before a fatal() that other ranks, too, come to: one message is enough, and rank 0's ends them all. So long the others
+// hold back their own.
+static inline void multi_gpu_let_rank0_speak(const MultiGpu* g, int seconds) {
+    if (g->rank > 0) { multi_gpu_await_the_end(seconds); }
 }
 
 // One GPU a rank, the same for the whole run. kernel: any of the program's, to see that the GPU can load it.
 template <class Kernel> void multi_gpu_device(MultiGpu* g, Kernel kernel) {
-    if (cudaGetDeviceCount(&g->num_devices) != cudaSuccess) { multi_gpu_let_rank0_speak(g); }
+    if (cudaGetDeviceCount(&g->num_devices) != cudaSuccess) { multi_gpu_let_rank0_speak(g, 10); }
     g->num_devices = cuda_count_devices();
     g->device = g->local_rank % g->num_devices;
     g->properties = cuda_use_device(g->device, kernel);
@@ -191,7 +186,7 @@ static inline void multi_gpu_check_devices(MultiGpu* g) {
         different += earlier == i;
     }
     if (different < g->local_ranks) {
-        multi_gpu_let_rank0_speak(g);
+        multi_gpu_let_rank0_speak(g, 10);
         fatal("%d ranks on this machine, but only %d GPU%s for them: one process a GPU, mpirun -n %d "
               "(CUDA_VISIBLE_DEVICES chooses which)", g->local_ranks, different, different == 1 ? "" : "s", different);
     }
@@ -233,14 +228,15 @@ static inline void multi_gpu_name_rank(const MultiGpu* g) { // its messages begi
 }
 
 // A fault that all ranks come to is reported once: rank 0 speaks for all, if it can, and ends them.
-static inline void multi_gpu_patience(void) { sleep_through(3); }
+static inline void multi_gpu_patience(void) { multi_gpu_await_the_end(3); }
 
 // MPI, and who we are; nothing of CUDA yet. Afterwards only rank 0 prints to stdout.
 static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
     memset(g, 0, sizeof(*g));
     g->num_ranks = g->local_ranks = 1;
     const char* seconds = getenv("MOE_NCCL_TIMEOUT");
-    g->timeout = seconds != NULL && atof(seconds) > 0 ? atof(seconds) : 60;
+    bool told = seconds != NULL && atof(seconds) > 0;
+    g->timeout = told ? atof(seconds) : 60;
     int started = launcher_ranks();
     if (started == 1 || (started == 0 && getenv("PMIX_RANK") == NULL)) { return; } // one rank: no MPI
     int threads;
@@ -263,10 +259,14 @@ static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
     mpiCheck(MPI_Comm_size(node, &g->local_ranks));
     mpiCheck(MPI_Comm_free(&node));
     watchdog_stop();
-    if (g->rank == 0) { return; }
-    fatal_patience = multi_gpu_patience;
-    multi_gpu_name_rank(g);
-    if (freopen("/dev/null", "w", stdout) == NULL) { fatal("cannot open /dev/null"); }
+    if (g->rank > 0) {
+        fatal_patience = multi_gpu_patience;
+        multi_gpu_name_rank(g);
+        if (freopen("/dev/null", "w", stdout) == NULL) { fatal("cannot open /dev/null"); }
+    }
+    if (seconds != NULL && !told) {
+        fatal("MOE_NCCL_TIMEOUT=%s: it must be a number of seconds above 0 (without it ranks wait 60)", seconds);
+    }
 }
 
 // Whether this rank's GPU has come to a collective and is not through it: it waits for other ranks, or data is on its way.

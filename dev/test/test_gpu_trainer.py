@@ -401,11 +401,12 @@ def a_run_that_becomes_infinite_stops_on_all_ranks_at_the_same_step():  # N14
     save_file(tensors, model + "/model.safetensors")
     plain, special = [ord("a")] * 16, [ord("z")] * 16
     data = {"bad": shard(folder("data/bad.bin"), [*plain * 3, *special, ord("a")]), "fine": shard(folder("data/fine.bin"), [*plain * 4, ord("a")])}
+    patience = {"OMPI_MCA_odls_base_sigkill_timeout": "20"} if LONG else {}  # the other rank has that long to speak, too
     for count in (1, 2):  # four sequences, in two microbatches
         def command(name, steps):
             return [PROGRAM, "--init", model, "--batch-size", 2 // count, "--grad-accum", 2, "--seq-len", 16, "--train-data", data[name],
                     "--steps", steps, "--save-every", 1, "--out", folder(f"{name}{count}")]
-        r = ranks(count, command("bad", 5), code=None)
+        r = ranks(count, command("bad", 5), code=None, env=patience)
         check(r.code == 1 and len(said(r)) == 1, f"exit code {r.code}, messages {said(r)}")
         check("step 1" in said(r)[0] and "not finite" in said(r)[0], said(r)[0])
         check(steps_in(folder(f"bad{count}")) == [], f"saved {steps_in(folder(f'bad{count}'))}")
@@ -434,6 +435,15 @@ def wrong_options_of_several_ranks_are_reported_once():
     for options, part in (["--lr", "fast"], "'fast' is not a number"), (["--train-data", folder("no.bin")], "no file matches"):
         r = ranks(2, [PROGRAM, "--model", "tiny", *options], code=None)
         check(r.code == 1 and len(said(r)) == 1 and part in said(r)[0], f"exit code {r.code}, messages {said(r)}")
+    for wrong in ("soon", "0"):
+        r = ranks(2, [*RANKS, "--train-data", stories(), "--steps", 1], env={"MOE_NCCL_TIMEOUT": wrong}, code=None)
+        check(r.code == 1 and len(said(r)) == 1 and f"MOE_NCCL_TIMEOUT={wrong}" in said(r)[0], f"exit code {r.code}, messages {said(r)}")
+
+
+@test
+def several_processes_of_the_cpu_trainer_are_refused():
+    r = run([*MPIRUN, "-np", 2, CPU_TRAINER, "--model", "tiny", "--train-data", stories(), "--steps", 1], code=None)
+    check(r.code == 1 and len(said(r)) == 1 and "started as 2 processes" in said(r)[0], f"exit code {r.code}, messages {said(r)}")
 
 
 def two_ranks_after_two_steps(*options, env=None):
