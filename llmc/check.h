@@ -152,12 +152,19 @@ static inline FILE* fopen_check(const char* path, const char* mode, const char* 
     return fp;
 }
 
+// What to do about a write that failed for this reason, to go behind its message.
+static inline const char* write_advice(int reason) {
+    return reason == ENOSPC || reason == EDQUOT ? "; make room there, or name a folder on another disk"
+           : reason == EFBIG                    ? "; there is a limit on the size of files (ulimit -f)"
+                                                : "";
+}
+
 static inline void fclose_check(FILE* fp, const char* path, const char* file, int line) {
     bool failed_before = ferror(fp) != 0;
     errno = 0;
     if (fclose(fp) != 0 || failed_before) {
-        fatal("writing %s failed: %s (%s:%d); is the disk full?", path,
-              errno != 0 ? strerror(errno) : "earlier write error", file, line);
+        fatal("writing %s failed: %s (%s:%d)%s", path, errno != 0 ? strerror(errno) : "earlier write error", file, line,
+              errno != 0 ? write_advice(errno) : "; is the disk full?");
     }
 }
 
@@ -166,8 +173,8 @@ static inline void fwrite_check(const void* ptr, size_t size, size_t n, FILE* fp
     if (size == 0 || n == 0) { return; }
     errno = 0;
     if (fwrite(ptr, size, n, fp) != n) {
-        fatal("writing %zu bytes to %s failed: %s (%s:%d)", mul_check(size, n), path,
-              errno != 0 ? strerror(errno) : "short write", file, line);
+        fatal("writing %zu bytes to %s failed: %s (%s:%d)%s", mul_check(size, n), path,
+              errno != 0 ? strerror(errno) : "short write", file, line, write_advice(errno));
     }
 }
 

@@ -265,6 +265,12 @@ static const struct { const char* name; const char* needs[2]; } option_needs[] =
     {"top-k", {"generate", "sample-every"}}, {"top-p", {"generate", "sample-every"}}, {"memory", {"dry-run", NULL}},
 };
 
+// what only training writes: whoever asks for it beside another mode would look for it in vain
+static const struct { const char *name, *also; } option_written[] = { // also: another option that makes use of it
+    {"metrics", "eval-choices"}, {"trace", NULL}, {"profile", NULL}, {"out", "resume"},
+};
+static const char* const option_modes[] = {"generate", "eval", "eval-choices", "dump"};
+
 static inline const char* program_title(int program) {
     return program == PROGRAM_GPU ? "train_moe" : "train_moe_cpu";
 }
@@ -620,6 +626,17 @@ static inline void options_check(const Options* opt) {
         if (!options_given(opt, name) || opt->inherited[option_find(name)] || options_given(opt, one)) { continue; }
         if (other != NULL && options_given(opt, other)) { continue; }
         fatal("--%s does nothing without --%s%s%s", name, one, other ? " or --" : "", other ? other : "");
+    }
+    for (size_t i = 0; i < sizeof(option_written) / sizeof(option_written[0]); i++) {
+        const char *name = option_written[i].name, *also = option_written[i].also;
+        if (!options_given(opt, name) || opt->inherited[option_find(name)] || (also && options_given(opt, also))) { continue; }
+        for (size_t j = 0; j < sizeof(option_modes) / sizeof(option_modes[0]); j++) {
+            if (!options_given(opt, option_modes[j])) { continue; }
+            fatal("--%s does nothing with --%s: leave it out", name, option_modes[j]);
+        }
+    }
+    if (opt->grad_clip > 0 && opt->grad_clip < 1e-38) {
+        fatal("--grad-clip %g is 0 in fp32, and 0 would mean no clipping: give 1e-38 or more", opt->grad_clip);
     }
     if (opt->model == NULL && opt->init == NULL && opt->config == NULL && opt->resume == NULL) {
         fatal("which model? Give --model NAME, --init DIR, --config FILE or --resume (%s --help explains)",

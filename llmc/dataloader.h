@@ -286,7 +286,7 @@ static inline void text_encode(DataLoader* l) {
         }
     }
     token_list_flush(&list);
-    if (fflush(fp) != 0) { fatal("writing tokens to %s failed: %s; is the disk full?", path, strerror(errno)); }
+    if (fflush(fp) != 0) { fatal("writing tokens to %s failed: %s%s (TMPDIR)", path, strerror(errno), write_advice(errno)); }
     Shard* s = &l->shards[0];
     s->num_tokens = list.written;
     s->token_bytes = sizeof(int);

@@ -75,7 +75,7 @@ static inline void path_sync(const char* path) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) { fatal("cannot open %s: %s", path, strerror(errno)); }
     if (fsync(fd) != 0 && errno != EINVAL && errno != ENOTSUP) { // those two: a file system that cannot sync folders
-        fatal("cannot bring %s to the disk: %s", path, strerror(errno));
+        fatal("cannot bring %s to the disk: %s%s", path, strerror(errno), write_advice(errno));
     }
     close(fd);
 }

@@ -129,7 +129,9 @@ static inline void st_writer_close(StWriter* w) {
     if (w->current != w->count) {
         fatal("%s: tensor %s was not written completely", w->path, w->tensors[w->current].name);
     }
-    if (fflush(w->fp) != 0 || fsync(fileno(w->fp)) != 0) { fatal("writing %s failed: %s", w->path, strerror(errno)); }
+    if (fflush(w->fp) != 0 || fsync(fileno(w->fp)) != 0) {
+        fatal("writing %s failed: %s%s", w->path, strerror(errno), write_advice(errno));
+    }
     fcloseCheck(w->fp, w->path);
     for (size_t i = 0; i < w->count; i++) { free(w->tensors[i].name); }
     free(w->tensors);
