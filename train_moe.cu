@@ -3433,10 +3433,7 @@ void all_reduce_wait(MultiGpu* g, cudaStream_t compute) {
 // the GPU is in it, where it stays if another rank never comes.
 void all_reduce_begin(MultiGpu* g, cudaStream_t compute) {
     unsigned slot = g->issued % MOST_COLLECTIVES;
-    if (g->issued - g->oldest == MOST_COLLECTIVES) {
-        multi_gpu_wait(g, g->ended[slot]);
-        g->oldest++;
-    }
+    if (g->issued - g->oldest == MOST_COLLECTIVES) { multi_gpu_wait(g, g->ended[slot]); } // which moves oldest on
     cudaCheck(cudaEventRecord(g->ready, compute));
     cudaCheck(cudaStreamWaitEvent(g->stream, g->ready, 0));
     cudaCheck(cudaEventRecord(g->begun[slot], g->stream));
@@ -3806,8 +3803,10 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
         bool reduce = t->gpus.num_ranks > 1 && (every || i + 1 == opt->grad_accum);
         model_forward_backward(model, &mb, reduce ? &t->gpus : NULL);
         gpu_clock_span_end(model->clock, model->stream);
-        // the expert loop waits for the stream, and would not notice that it waits for a rank that never comes
-        if (reduce && model->switches.experts == EXPERTS_LOOP) { multi_gpu_wait_for_collectives(&t->gpus); }
+        // What follows waits for the averages on the device. If a rank never comes, that must be seen here: the launches
+        // would fill CUDA's queue until the host stands still in one, and the expert loop waits for the stream.
+        bool more = i + 1 < opt->grad_accum || model->switches.experts == EXPERTS_LOOP;
+        if (reduce && more) { multi_gpu_wait_for_collectives(&t->gpus); }
     }
     phase(model, PHASE_ALLREDUCE, -1);
     all_reduce_sums(&t->gpus, model->step_sums, step_sums_count(model), model->stream);

@@ -20,8 +20,7 @@ typedef void* ncclComm_t; // so that train_moe.cu's collectives compile; with on
 #include "nccl_check.h" // MPI and NCCL
 #endif
 
-enum { MOST_COLLECTIVES = 16 }; // issued and not done: the host goes no further ahead, or launches would fill CUDA's queue and
-                               // the host wait in one of them, where nobody looks at the clock
+enum { MOST_COLLECTIVES = 16 }; // issued and not done; the host goes no further ahead
 
 typedef struct {
     int rank, num_ranks;            // among all processes
@@ -148,9 +147,13 @@ static inline void multi_gpu_sum(MultiGpu* g, double* sums, size_t n) {
 // Waits for another rank's message to end this one, too. mpirun sends a signal after the time that it leaves ranks to end by
 // themselves (odls_base_sigkill_timeout), and kills them when as much has passed again.
 static inline void multi_gpu_await_the_end(int seconds) {
+    bool before = interrupted(); // by somebody else, long ago
     for (int i = 0; i < 10 * seconds; i++) {
         usleep(100000);
-        if (interrupted()) { sleep_through(600); }
+        if (interrupted() && !before) {
+            sleep_through(600);
+            return;
+        }
     }
 }
 // before a fatal() that other ranks, too, come to: one message is enough, and rank 0's ends them all. So long the others
@@ -269,10 +272,11 @@ static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
     }
 }
 
-// Whether this rank's GPU has come to a collective and is not through it: it waits for other ranks, or data is on its way.
+// Moves `oldest` on. Whether this rank's GPU has come to that collective and is not through it: it waits for other ranks, or
+// data is on its way.
 static inline bool multi_gpu_in_collective(MultiGpu* g) {
-    while (g->oldest < g->issued && cudaEventQuery(g->ended[g->oldest % MOST_COLLECTIVES]) == cudaSuccess) { g->oldest++; }
-    bool within = g->oldest < g->issued && cudaEventQuery(g->begun[g->oldest % MOST_COLLECTIVES]) == cudaSuccess;
+    while (g->oldest != g->issued && cudaEventQuery(g->ended[g->oldest % MOST_COLLECTIVES]) == cudaSuccess) { g->oldest++; }
+    bool within = g->oldest != g->issued && cudaEventQuery(g->begun[g->oldest % MOST_COLLECTIVES]) == cudaSuccess;
     cudaGetLastError(); // "not ready" is no error, but is kept as the last one
     return within;
 }
@@ -288,6 +292,7 @@ static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
     unsigned which = 0;
     for (;;) {
         cudaError_t status = cudaEventQuery(event);
+        bool within = multi_gpu_in_collective(g);
         if (status == cudaSuccess) { return; }
         if (status != cudaErrorNotReady) { cuda_check(status, "cudaEventQuery(event)", __FILE__, __LINE__); }
         ncclResult_t result = ncclSuccess;
@@ -296,7 +301,6 @@ static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
             nccl_check(result, "averaging over ranks", __FILE__, __LINE__);
         }
         double now = profiler_clock_us();
-        bool within = multi_gpu_in_collective(g);
         if (!within || since == 0 || which != g->oldest) { since = within ? now : 0; }
         which = g->oldest;
         if (within && now - since > 1e6 * g->timeout) {

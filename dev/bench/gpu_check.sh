@@ -232,7 +232,7 @@ sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanit
 if [ -n "$sanitizer" ] && [ -z "$emulator" ]; then
     for tool in memcheck racecheck; do
         # racecheck takes long over cuBLAS's kernels, and sees races in some that synchronise by other means than it knows;
-        # ours are named ..._kernel2. Before CUDA 12.3 it had no such option.
+        # ours are named ..._kernel1 to ..._kernel5, and few of its own like that. Before CUDA 12.3 it had no such option.
         only=""
         [ "$tool" = racecheck ] && "$sanitizer" --help 2>/dev/null | grep -q -e '--kernel-name' && only="--kernel-name kns=_kernel"
         step "sanitizer_$tool" 40 "$sanitizer" --tool $tool $only --error-exitcode 9 --target-processes all \

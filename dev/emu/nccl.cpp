@@ -197,7 +197,11 @@ static std::vector<char> gather(const Collective& c, size_t bytes) {
 
 static void run(const Collective& c) {
     ncclComm* comm = c.comm;
-    if (comm->aborted || comm->error != ncclSuccess) return;
+    if (comm->aborted || comm->error != ncclSuccess) {
+        static std::vector<std::shared_ptr<Meeting>> abandoned; // MPI may still write into them
+        abandoned.push_back(c.meeting);
+        return;
+    }
     meet(c);
     c.meeting->begun = false;                          // a captured one may run again
     if (comm->mpi != MPI_COMM_NULL && !agreed(c)) return;

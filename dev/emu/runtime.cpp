@@ -160,9 +160,11 @@ static cudaError_t copy(const char* call, Rows r, cudaMemcpyKind kind, cudaStrea
     if (!check_side(call, {r.dst, to_device, "destination"}, dbytes, pc) ||
         !check_side(call, {r.src, from_device, "source"}, sbytes, pc))
         return cudaErrorInvalidValue;
-    bool pageable_dst = locate(r.dst).kind == POINTER_HOST, pageable_src = locate(r.src).kind == POINTER_HOST;
+    PointerKind to = locate(r.dst).kind;
+    bool pageable_dst = to == POINTER_HOST, pageable_src = locate(r.src).kind == POINTER_HOST;
     std::shared_ptr<std::vector<char>> staged;
-    if (pageable_src && !pageable_dst) {               // CUDA has staged pageable memory before the call returns,
+    bool staging = async ? !pageable_dst : to == POINTER_DEVICE || to == POINTER_MANAGED; // between hosts it waits
+    if (pageable_src && staging) {                     // CUDA has staged pageable memory before the call returns,
         if (!async) wait_for(enqueue(stream, call, pc, nullptr)); // which is all that cudaMemcpy waits for then:
         staged = std::make_shared<std::vector<char>>((const char*)r.src, (const char*)r.src + sbytes);
         r.src = staged->data();                        // the transfer may still be under way on the null stream

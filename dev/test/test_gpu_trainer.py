@@ -475,25 +475,6 @@ def a_killed_rank_ends_all():  # R7
     ranks(2, [PROGRAM, "--resume", "--out", folder("out"), "--steps", step + 1])
 
 
-@emu_test
-def a_rank_that_hangs_is_given_up():  # R2, R10
-    # The expert loop waits in each layer for a stream that may wait for gradients, where nobody looks at the clock.
-    env = {"MOE_NCCL_TIMEOUT": "4", "EMU_NCCL_TIMEOUT": "300", "EMU_LAZY_STREAM": "1"}
-    every = ["--allreduce", "every", "--grad-accum", 8]
-    for switches in [], [*every, "--overlap", 0], [*every, "--experts", "loop"]:
-        process, children = two_ranks_after_two_steps("--save-every", 1, "--keep", 2, *switches, env=env)
-        os.kill(children[1], signal.SIGSTOP)
-        try:
-            out, err = process.communicate(timeout=40)
-        except subprocess.TimeoutExpired:
-            for child in children:
-                os.kill(child, signal.SIGKILL)
-            raise Failure(f"{switches}: the other rank still waits: {process.stderr.read()[-400:]}")
-        check(process.returncode == 1 and "MOE_NCCL_TIMEOUT" in err, f"exit code {process.returncode}: {err[-400:]}")
-        run([CPU_TRAINER, "--init", step_folder(folder("out"), steps_in(folder("out"))[-1]), "--generate", 1])
-        shutil.rmtree(folder("out"))
-
-
 def preloaded(function, when, action):
     """A library whose `function` takes this action when this is true of its arguments a, b or of how many calls there were, and goes on."""
     name = folder(f"lib{abs(hash((function, when, action)))}")
@@ -501,24 +482,42 @@ def preloaded(function, when, action):
         int raise(int), usleep(unsigned), setitimer(int, void*, void*);
         char* strstr(const char*, const char*);
         void* dlsym(void*, const char*);
-        long {function}(long a, long b, long c, long d, long e, long f, long g) {{
+        long {function}(long a, long b, long c, long d, long e, long f, long g, long h) {{
             static int calls;
             calls++;
             if ({when}) {{ {action}; }}
-            return ((long (*)(long, long, long, long, long, long, long))dlsym((void*)-1, "{function}"))(a, b, c, d, e, f, g);
+            return ((long (*)(long, long, long, long, long, long, long, long))dlsym((void*)-1, "{function}"))(a, b, c, d, e, f, g, h);
         }}""")
     run(["cc", "-shared", "-fPIC", "-w", "-o", name + ".so", name + ".c", "-ldl"])  # -1 is RTLD_NEXT
     return name + ".so"
 
 
-def with_preloaded(libraries, command, timeout):
+def with_preloaded(libraries, command, timeout, env={}):
     """Runs two ranks, each with the library of its own, if it has one."""
     both = [["-np", 1, *(["-x", "LD_PRELOAD=" + libraries[r]] if r in libraries else []), *command] for r in (0, 1)]
     return run([*MPIRUN, *both[0], ":", *both[1]], code=None, timeout=100, env={
-        "EMU_DEVICES": "2", "MOE_NCCL_TIMEOUT": str(timeout), "EMU_NCCL_TIMEOUT": "300"})
+        "EMU_DEVICES": "2", "MOE_NCCL_TIMEOUT": str(timeout), "EMU_NCCL_TIMEOUT": "300", **env})
 
 
 STOP, KILL = (f"raise({s.value})" for s in (signal.SIGSTOP, signal.SIGKILL))
+
+
+@emu_test
+def a_rank_that_never_comes_to_an_all_reduce_is_given_up():  # R2, R10
+    deeper = {**json.loads(read(untrained() + "/config.json")), "num_hidden_layers": 20}
+    deep, every = ["--config", write(folder("deep/config.json"), json.dumps(deeper))], ["--allreduce", "every", "--grad-accum", 4]
+    def stopped(name, model, collectives, switches):  # rank 1 after so many of them; the emulator calls MPI twice for each
+        lost = preloaded("MPI_Iallgather", f"calls == {2 * collectives + 1}", STOP)
+        command = [PROGRAM, *model, "--batch-size", 1, "--seq-len", 8, "--train-data", stories(), "--steps", 3, "--save-every", 1,
+                   "--out", folder(name), *switches]
+        r = with_preloaded({1: lost}, command, 3, env={"EMU_LAZY_STREAM": "1"})
+        check(r.code != 0 and "error: other ranks have not come to an all-reduce within 3 s" in r.err, f"{name}: exit code {r.code}: {r.err[-400:]}")
+    tests, layers, deep_layers = 2, 2 + 2, 20 + 2  # all-reduces of the self-test, of a backward pass
+    at_once(lambda: stopped("last", ["--model", "tiny"], tests + (layers + 1) + 2, []),
+            *(lambda k=k: stopped(f"far_ahead{k}", deep, tests + (deep_layers + 1) + k, []) for k in (2, 3)),  # of the 16 issued at once
+            lambda: stopped("in_turn", deep, tests + deep_layers + 19, [*every, "--overlap", 0]),
+            lambda: stopped("loop", ["--model", "tiny"], tests + layers + 1, [*every, "--experts", "loop"]))
+    run([CPU_TRAINER, "--init", step_folder(folder("last"), steps_in(folder("last"))[-1]), "--generate", 1])
 
 
 @test

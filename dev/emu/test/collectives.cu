@@ -93,6 +93,7 @@ int main(int argc, char** argv) {
         ncclCommAbort(comm);
     } else if (!strcmp(mode, "abort")) {               // rank 1 gives up; nobody waits for what was issued
         if (rank == 0) ncclAllReduce(x, x, 8, ncclFloat32, ncclSum, comm, stream);
+        if (cudaStreamQuery(stream) != (rank == 0 ? cudaErrorNotReady : cudaSuccess)) failed = 1;
         ncclResult_t e;
         if (ncclCommGetAsyncError(comm, &e) != ncclSuccess || e != ncclSuccess) failed = 1;
         if (ncclCommAbort(comm) != ncclSuccess) failed = 1;
