@@ -3803,10 +3803,9 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
         bool reduce = t->gpus.num_ranks > 1 && (every || i + 1 == opt->grad_accum);
         model_forward_backward(model, &mb, reduce ? &t->gpus : NULL);
         gpu_clock_span_end(model->clock, model->stream);
-        // What follows waits for the averages on the device. If a rank never comes, that must be seen here: the launches
+        // The next microbatch waits for the averages on the device. If a rank never comes, that must be seen here: launches
         // would fill CUDA's queue until the host stands still in one, and the expert loop waits for the stream.
-        bool more = i + 1 < opt->grad_accum || model->switches.experts == EXPERTS_LOOP;
-        if (reduce && more) { multi_gpu_wait_for_collectives(&t->gpus); }
+        if (reduce && i + 1 < opt->grad_accum) { multi_gpu_wait_for_collectives(&t->gpus); }
     }
     phase(model, PHASE_ALLREDUCE, -1);
     all_reduce_sums(&t->gpus, model->step_sums, step_sums_count(model), model->stream);
