@@ -3672,7 +3672,7 @@ void trainer_load(Trainer* t) {
     if (model->m && run->resume) {
         checkpoint_moments_load(run->resume, &model->table, store_numbers, model->master != NULL, model);
     }
-    cudaCheck(cudaDeviceSynchronize()); // cudaMemcpy may return before a transfer is done; the model's stream is another
+    cudaCheck(cudaDeviceSynchronize()); // cudaMemcpy may return before a transfer is done, the stream is another
     t->step = run->state.step;
     t->tokens = run->state.tokens;
     multi_gpu_check_same(&t->gpus, t->step, run->data_hash, run->val_hash);
@@ -3803,7 +3803,7 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
         bool reduce = t->gpus.num_ranks > 1 && (every || i + 1 == opt->grad_accum);
         model_forward_backward(model, &mb, reduce ? &t->gpus : NULL);
         gpu_clock_span_end(model->clock, model->stream);
-        // The next microbatch waits for the averages on the device. If a rank never comes, that must be seen here: launches
+        // The next microbatch waits for the averages on the device. That a rank never comes must be seen here: launches
         // would fill CUDA's queue until the host stands still in one, and the expert loop waits for the stream.
         if (reduce && i + 1 < opt->grad_accum) { multi_gpu_wait_for_collectives(&t->gpus); }
     }
