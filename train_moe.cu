@@ -3413,13 +3413,16 @@ void model_update(Model* model, int64_t step, double lr, const Options* opt) {
 // the same collectives in the same order, whatever its routing did: an expert without tokens has a gradient, too, of
 // zeros. With one rank, the only one that a build with NO_MPI=1 or NO_NCCL=1 knows, nothing here touches MPI or NCCL.
 
-// The fp32 gradients travel as bf16, half the bytes, and are converted back. Bandwidth bound; a thread owns 4
-// neighbours, 16 bytes of fp32, so that a warp reads and writes whole lines.
-template <class Out, class Inp> __global__ void all_reduce_convert_kernel2(Out* out, const Inp* inp, size_t n) {
+// The fp32 gradients travel as bf16, half the bytes, and are converted back. The average is a sum of parts that are
+// divided here, in fp32: NCCL's own average multiplies by a 1/R in bf16, 0.2% too much with 3 ranks. Bandwidth bound; a
+// thread owns 4 neighbours, 16 bytes of fp32, so that a warp reads and writes whole lines.
+template <class Out, class Inp>
+__global__ void all_reduce_convert_kernel2(Out* out, const Inp* inp, float factor, size_t n) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (i >= n) { return; } // n is a multiple of 8
     float x[4];
     load4(x, inp + i);
+    for (int j = 0; j < 4; j++) { x[j] *= factor; }
     store4(out + i, x);
 }
 
@@ -3444,8 +3447,10 @@ void all_reduce_end(MultiGpu* g) {
     g->issued++;
 }
 
-// grads[0..count) = their average over all ranks, once compute has written them; if `overlap`, compute goes on
-// meanwhile. The buckets use one stream, so one staging buffer is enough: the next is converted when the last is back.
+// grads[0..count) = their average over all ranks, once compute has written them. If `overlap`, compute goes on
+// meanwhile, else the host waits: launches behind a collective that some rank never joins would fill CUDA's queue,
+// which holds about a thousand, until the host stands still in one, where nobody looks at the clock. The buckets use
+// one stream, so one staging buffer is enough: the next is converted when the last is back.
 void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t compute, bool overlap) {
     if (g->num_ranks == 1 || count == 0) { return; }
     all_reduce_begin(g, compute);
@@ -3455,16 +3460,17 @@ void all_reduce_bucket(MultiGpu* g, float* grads, size_t count, cudaStream_t com
                   count, (void*)grads);
         }
         unsigned blocks = (unsigned)ceil_div(count / 4, 256);
-        all_reduce_convert_kernel2<bf16, float><<<blocks, 256, 0, g->stream>>>(g->staging, grads, count);
+        float share = 1.0f / (float)g->num_ranks;
+        all_reduce_convert_kernel2<bf16, float><<<blocks, 256, 0, g->stream>>>(g->staging, grads, share, count);
         launchCheck("all_reduce_convert_kernel2");
-        ncclCheck(ncclAllReduce(g->staging, g->staging, count, ncclBfloat16, ncclAvg, g->comm, g->stream));
-        all_reduce_convert_kernel2<float, bf16><<<blocks, 256, 0, g->stream>>>(grads, g->staging, count);
+        ncclCheck(ncclAllReduce(g->staging, g->staging, count, ncclBfloat16, ncclSum, g->comm, g->stream));
+        all_reduce_convert_kernel2<float, bf16><<<blocks, 256, 0, g->stream>>>(grads, g->staging, 1, count);
         launchCheck("all_reduce_convert_kernel2");
     } else {
         ncclCheck(ncclAllReduce(grads, grads, count, ncclFloat32, ncclAvg, g->comm, g->stream));
     }
     all_reduce_end(g);
-    if (!overlap) { all_reduce_wait(g, compute); }
+    if (!overlap) { multi_gpu_wait_for_collectives(g); }
 }
 
 // a few numbers on the device, such as the loss and how many targets it is of: sums[0..n) = their sum over all ranks
@@ -3803,12 +3809,12 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
         bool reduce = t->gpus.num_ranks > 1 && (every || i + 1 == opt->grad_accum);
         model_forward_backward(model, &mb, reduce ? &t->gpus : NULL);
         gpu_clock_span_end(model->clock, model->stream);
-        // The next microbatch waits for the averages on the device. That a rank never comes must be seen here: launches
-        // would fill CUDA's queue until the host stands still in one, and the expert loop waits for the stream.
+        // the next microbatch's launches would stand behind the averages, and the expert loop waits for the stream
         if (reduce && i + 1 < opt->grad_accum) { multi_gpu_wait_for_collectives(&t->gpus); }
     }
     phase(model, PHASE_ALLREDUCE, -1);
     all_reduce_sums(&t->gpus, model->step_sums, step_sums_count(model), model->stream);
+    if (!model->switches.fused_optimizer) { multi_gpu_wait_for_collectives(&t->gpus); } // a launch a tensor
     model_grad_norm(model);
     double lr = schedule_rate(opt, t->tokens);
     model_update(model, t->step + 1, lr, opt);

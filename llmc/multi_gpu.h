@@ -90,7 +90,7 @@ static inline void multi_gpu_receive(MultiGpu* g, MPI_Request* request, int rank
         if (done) { return; }
         double waited = (profiler_clock_us() - begin) / 1e6;
         if (waited >= seconds) { fatal("rank %d has not come for %.3g s (MOE_NCCL_TIMEOUT): has it been stopped?", rank, seconds); }
-        if (waited >= g->timeout && !said) {
+        if (waited >= g->timeout && !said && g->rank == (rank == 0)) { // one of those who wait says it
             fprintf(stderr, "%s: waiting for rank %d for %.3g s: is it busy with files, or has it been stopped?\n",
                     program_name, rank, g->timeout);
             said = true;
@@ -220,8 +220,10 @@ static inline void finish_at_exit(void) {
     multi_gpu_at_exit = NULL;
     int go_on = 0;
     if (g->first) { multi_gpu_broadcast(g, &go_on, sizeof(go_on)); }
-    fatal_hook = NULL;
+    watchdog_start(20 + g->timeout, g->rank, "taking leave of the other ranks (MPI)");
     MPI_Finalize(); // a rank that leaves without it looks like a crash to mpirun
+    watchdog_stop();
+    fatal_hook = NULL;
 }
 
 static inline void multi_gpu_name_rank(const MultiGpu* g) { // its messages begin with "train_moe: rank 3: "
@@ -230,15 +232,15 @@ static inline void multi_gpu_name_rank(const MultiGpu* g) { // its messages begi
     program_name = name;
 }
 
-// A fault that all ranks come to is reported once: rank 0 speaks for all, if it can, and ends them.
-static inline void multi_gpu_patience(void) { multi_gpu_await_the_end(3); }
+// A fault that all ranks come to is reported once: the first that can speaks for all and ends them.
+static inline void multi_gpu_patience(void) { multi_gpu_await_the_end(ranks_patience(multi_gpu_at_exit->rank)); }
 
 // MPI, and who we are; nothing of CUDA yet. Afterwards only rank 0 prints to stdout.
 static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
     memset(g, 0, sizeof(*g));
     g->num_ranks = g->local_ranks = 1;
     const char* seconds = getenv("MOE_NCCL_TIMEOUT");
-    bool told = seconds != NULL && atof(seconds) > 0;
+    bool told = seconds != NULL && atof(seconds) > 0 && atof(seconds) <= 1e6;
     g->timeout = told ? atof(seconds) : 60;
     int started = launcher_ranks();
     if (started == 1 || (started == 0 && getenv("PMIX_RANK") == NULL)) { return; } // one rank: no MPI
@@ -248,6 +250,7 @@ static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
     mpiCheck(MPI_Comm_rank(MPI_COMM_WORLD, &g->rank));
     mpiCheck(MPI_Comm_size(MPI_COMM_WORLD, &g->num_ranks));
     if (g->num_ranks == 1 && launcher_ranks() > 1) {
+        launcher_let_first_speak();
         fatal("%d processes were started, but this program's MPI sees only itself: mpirun belongs to another MPI than "
               "the one it was built with (or srun needs --mpi=pmix)", launcher_ranks());
     }
@@ -268,7 +271,8 @@ static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
         if (freopen("/dev/null", "w", stdout) == NULL) { fatal("cannot open /dev/null"); }
     }
     if (seconds != NULL && !told) {
-        fatal("MOE_NCCL_TIMEOUT=%s: it must be a number of seconds above 0 (without it ranks wait 60)", seconds);
+        fatal("MOE_NCCL_TIMEOUT=%s: it must be a number of seconds above 0 and up to 1e6 (without it ranks wait 60)",
+              seconds);
     }
 }
 
@@ -310,8 +314,8 @@ static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
         usleep(100);
     }
 }
-static inline void multi_gpu_wait_for_collectives(MultiGpu* g) { // all that were issued; there must have been one
-    multi_gpu_wait(g, g->ended[(g->issued - 1) % MOST_COLLECTIVES]);
+static inline void multi_gpu_wait_for_collectives(MultiGpu* g) { // all that were issued
+    if (g->issued > 0) { multi_gpu_wait(g, g->ended[(g->issued - 1) % MOST_COLLECTIVES]); }
 }
 
 // Averages numbers that everyone knows, on the very path that the gradients will take.
@@ -352,6 +356,9 @@ static inline void multi_gpu_connect(MultiGpu* g, AllReduce all_reduce, size_t l
     }
     largest_bucket = (largest_bucket + 7) / 8 * 8;
     if (bf16_gradients) { cudaCheck(cudaMalloc((void**)&g->staging, largest_bucket * sizeof(__nv_bfloat16))); }
+    // All connections now, where a watchdog looks on and the card has room. By itself NCCL makes them in the first
+    // collective that wants them, within ncclAllReduce (since 2.22).
+    setenv("NCCL_RUNTIME_CONNECT", "0", 0);
     ncclUniqueId id;
     if (g->rank == 0) { ncclCheck(ncclGetUniqueId(&id)); }
     multi_gpu_broadcast(g, &id, sizeof(id));
@@ -369,8 +376,11 @@ static inline void multi_gpu_connect(MultiGpu* g, AllReduce all_reduce, size_t l
 
 static inline void multi_gpu_close(MultiGpu* g) {
     if (g->num_ranks > 1 && g->comm != NULL) {
+        multi_gpu_barrier(g); // rank 0 may have a file to write
+        watchdog_start(20 + g->timeout, g->rank, "taking leave of the other ranks (NCCL)");
         cudaCheck(cudaStreamSynchronize(g->stream));
         ncclCheck(ncclCommDestroy(g->comm));
+        watchdog_stop();
         cudaCheck(cudaStreamDestroy(g->stream));
         cudaCheck(cudaEventDestroy(g->ready));
         for (int i = 0; i < MOST_COLLECTIVES; i++) {

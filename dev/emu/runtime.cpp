@@ -124,7 +124,8 @@ static bool check_side(const char* call, const Side& s, size_t n, void* pc) {
 
 static cudaMemcpyKind infer(cudaMemcpyKind kind, const void* dst, const void* src) {
     if (kind != cudaMemcpyDefault) return kind;
-    bool d = locate(dst).kind != POINTER_HOST, s = locate(src).kind != POINTER_HOST;
+    auto of_the_host = [](PointerKind k) { return k == POINTER_HOST || k == POINTER_PINNED; };
+    bool d = !of_the_host(locate(dst).kind), s = !of_the_host(locate(src).kind);
     return d ? (s ? cudaMemcpyDeviceToDevice : cudaMemcpyHostToDevice)
              : (s ? cudaMemcpyDeviceToHost : cudaMemcpyHostToHost);
 }
@@ -163,7 +164,7 @@ static cudaError_t copy(const char* call, Rows r, cudaMemcpyKind kind, cudaStrea
     PointerKind to = locate(r.dst).kind;
     bool pageable_dst = to == POINTER_HOST, pageable_src = locate(r.src).kind == POINTER_HOST;
     std::shared_ptr<std::vector<char>> staged;
-    bool staging = async ? !pageable_dst : to == POINTER_DEVICE || to == POINTER_MANAGED; // between hosts it waits
+    bool staging = async ? !pageable_dst : to == POINTER_DEVICE || to == POINTER_MANAGED;
     if (pageable_src && staging) {                     // CUDA has staged pageable memory before the call returns,
         if (!async) wait_for(enqueue(stream, call, pc, nullptr)); // which is all that cudaMemcpy waits for then:
         staged = std::make_shared<std::vector<char>>((const char*)r.src, (const char*)r.src + sbytes);
@@ -172,7 +173,7 @@ static cudaError_t copy(const char* call, Rows r, cudaMemcpyKind kind, cudaStrea
     OpRef op = enqueue(stream, call, pc, [r, staged] { copy_rows(r); });
     if (!op) return cudaErrorInvalidResourceHandle;
     op->skip_at_exit = pageable_dst;
-    if (!async && kind != cudaMemcpyDeviceToDevice && !staged) wait_for(op);
+    if (kind == cudaMemcpyHostToHost || (!async && kind != cudaMemcpyDeviceToDevice && !staged)) wait_for(op);
     else if (pageable_dst) note_pending(op.get(), r);
     return cudaSuccess;
 }

@@ -14,6 +14,7 @@ struct Stream {
     uint32_t id, issued;
     bool blocking;               // waits for the null stream and the null stream for it
     OpRef last;
+    std::deque<OpRef> queue;     // what has been issued and is not done
     Graph* capture;              // recording into this graph
     int last_node;               // in it
     std::vector<int> waited_nodes;
@@ -23,12 +24,16 @@ struct Node { std::string name; std::function<void()> run; void* pc; int lane; s
 struct Graph { std::vector<Node> nodes; std::vector<Stream*> lanes; };
 struct GraphExec { std::vector<Node> nodes; std::vector<Stream*> hidden; };
 
+// A stream has room for about so much that is not done. Then CUDA lets the host stand still in the call until there is
+// room again, which orders nothing that the checker would count on.
+static const size_t MOST_QUEUED = 1024;
+
 uint32_t host_time = 1;
 __thread Op* running_op;
 static std::recursive_mutex lock;
 static std::deque<OpRef>& ops() { static auto* d = new std::deque<OpRef>; return *d; }   // by id - 1; for the checker
 static std::vector<Stream*>& streams() {  // [0] is the null stream. Never destroyed: handles stay comparable
-    static auto* v = new std::vector<Stream*>{new Stream{0, 0, true, nullptr, nullptr, -1, {}}};
+    static auto* v = new std::vector<Stream*>{new Stream{0, 0, true, nullptr, {}, nullptr, -1, {}}};
     return *v;
 }
 static std::set<Stream*>& live() { static auto* s = new std::set<Stream*>; return *s; }
@@ -53,7 +58,7 @@ static Stream* find_stream(cudaStream_t s) {
 }
 
 static Stream* new_stream(bool blocking) {
-    auto* s = new Stream{(uint32_t)streams().size(), 0, blocking, nullptr, nullptr, -1, {}};
+    auto* s = new Stream{(uint32_t)streams().size(), 0, blocking, nullptr, {}, nullptr, -1, {}};
     streams().push_back(s);
     return s;
 }
@@ -167,6 +172,9 @@ static OpRef issue(Stream* s, const char* name, void* pc, std::function<void()> 
         if (!n->done) op->needs.push_back(n);
     }
     s->last = op;
+    s->queue.push_back(op);
+    while (!s->queue.empty() && s->queue.front()->done) s->queue.pop_front();
+    if (s->queue.size() > MOST_QUEUED && !running_op) force(s->queue.front().get());
     if (!options().lazy_streams) force(op.get());
     else if (options().stream_seed && !running_op) go_on_at_random();
     return op;

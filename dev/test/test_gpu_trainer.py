@@ -289,6 +289,15 @@ def one_two_and_four_ranks_do_the_same_with_the_same_tokens():  # R1 to R3
 
 
 @test
+def three_ranks_average_without_a_bias():  # 1/3 is no number in bf16: a third of it too much or too little would be 0.2%
+    def averaged(kind):
+        return lambda: train(kind, [*RANKS, "--train-data", stories(), "--allreduce-dtype", kind], 1, 3)
+    at_once(averaged("fp32"), averaged("bf16"))
+    exact, rounded = (column(folder(kind + ".jsonl"), "grad_norm")[0] for kind in ("fp32", "bf16"))
+    check_near(rounded, exact, 5e-4 * exact, "length of the averaged gradients")
+
+
+@test
 def ranks_that_use_other_experts_are_one_rank_with_all_rows():  # R5, R6, N6
     # rank 0 uses experts 0 and 1 alone, rank 1 experts 2 and 3; and rank 1 ignores most of its targets, rank 0 few (R6, N6)
     rng, T = np.random.default_rng(3), 40
@@ -435,7 +444,7 @@ def wrong_options_of_several_ranks_are_reported_once():
     for options, part in (["--lr", "fast"], "'fast' is not a number"), (["--train-data", folder("no.bin")], "no file matches"):
         r = ranks(2, [PROGRAM, "--model", "tiny", *options], code=None)
         check(r.code == 1 and len(said(r)) == 1 and part in said(r)[0], f"exit code {r.code}, messages {said(r)}")
-    for wrong in ("soon", "0"):
+    for wrong in ("soon", "0", "inf"):
         r = ranks(2, [*RANKS, "--train-data", stories(), "--steps", 1], env={"MOE_NCCL_TIMEOUT": wrong}, code=None)
         check(r.code == 1 and len(said(r)) == 1 and f"MOE_NCCL_TIMEOUT={wrong}" in said(r)[0], f"exit code {r.code}, messages {said(r)}")
 
@@ -443,7 +452,7 @@ def wrong_options_of_several_ranks_are_reported_once():
 @test
 def several_processes_of_the_cpu_trainer_are_refused():
     r = run([*MPIRUN, "-np", 2, CPU_TRAINER, "--model", "tiny", "--train-data", stories(), "--steps", 1], code=None)
-    check(r.code == 1 and len(said(r)) == 1 and "started as 2 processes" in said(r)[0], f"exit code {r.code}, messages {said(r)}")
+    check(r.code == 1 and len(said(r)) == 1 and "started as 2 processes" in said(r)[0] and "env -u OMPI_COMM_WORLD_SIZE" in said(r)[0], f"exit code {r.code}, messages {said(r)}")
 
 
 def two_ranks_after_two_steps(*options, env=None):
@@ -504,18 +513,24 @@ STOP, KILL = (f"raise({s.value})" for s in (signal.SIGSTOP, signal.SIGKILL))
 
 @emu_test
 def a_rank_that_never_comes_to_an_all_reduce_is_given_up():  # R2, R10
-    deeper = {**json.loads(read(untrained() + "/config.json")), "num_hidden_layers": 20}
-    deep, every = ["--config", write(folder("deep/config.json"), json.dumps(deeper))], ["--allreduce", "every", "--grad-accum", 4]
+    def changed(name, **sizes):
+        return ["--config", write(folder(name + "/config.json"), json.dumps({**json.loads(read(untrained() + "/config.json")), **sizes}))]
+    deep, every = changed("deep", num_hidden_layers=20), ["--allreduce", "every", "--grad-accum", 4]
+    # whose launches fill a queue of a thousand: 16 heads and 16 experts one after the other, 60 layers of tensors one after the other
+    heads, deepest = changed("heads", num_hidden_layers=8, num_attention_heads=16, num_experts=16, num_local_experts=16), changed("deepest", num_hidden_layers=60)
+    one_by_one = ["--attention", "naive", "--experts", "loop", "--overlap", 0]
     def stopped(name, model, collectives, switches):  # rank 1 after so many of them; the emulator calls MPI twice for each
         lost = preloaded("MPI_Iallgather", f"calls == {2 * collectives + 1}", STOP)
         command = [PROGRAM, *model, "--batch-size", 1, "--seq-len", 8, "--train-data", stories(), "--steps", 3, "--save-every", 1,
                    "--out", folder(name), *switches]
         r = with_preloaded({1: lost}, command, 3, env={"EMU_LAZY_STREAM": "1"})
-        check(r.code != 0 and "error: other ranks have not come to an all-reduce within 3 s" in r.err, f"{name}: exit code {r.code}: {r.err[-400:]}")
-    tests, layers, deep_layers = 2, 2 + 2, 20 + 2  # all-reduces of the self-test, of a backward pass
+        check(r.code != 0 and "error: other ranks have not come to an all-reduce within 3 s" in r.err, f"{name}: exit code {r.code}: {r.err[:600]}")
+    tests, layers, deep_layers, deepest_layers, heads_layers = 2, 2 + 2, 20 + 2, 60 + 2, 8 + 2  # all-reduces of the self-test, of a backward pass
     at_once(lambda: stopped("last", ["--model", "tiny"], tests + (layers + 1) + 2, []),
             *(lambda k=k: stopped(f"far_ahead{k}", deep, tests + (deep_layers + 1) + k, []) for k in (2, 3)),  # of the 16 issued at once
             lambda: stopped("in_turn", deep, tests + deep_layers + 19, [*every, "--overlap", 0]),
+            lambda: stopped("one_by_one", heads, tests + (heads_layers + 1) + 1, one_by_one),
+            lambda: stopped("update", deepest, tests + (deepest_layers + 1) + deepest_layers, ["--optimizer", "simple"]),
             lambda: stopped("loop", ["--model", "tiny"], tests + layers + 1, [*every, "--experts", "loop"]))
     run([CPU_TRAINER, "--init", step_folder(folder("last"), steps_in(folder("last"))[-1]), "--generate", 1])
 
@@ -528,6 +543,18 @@ def a_rank_that_hangs_before_it_is_connected_is_named_and_given_up():  # R2, R10
         check(r.code != 0 and f"waiting for rank {rank} for 0.2 s" in r.err, f"exit code {r.code}: {r.err[-400:]}")
         check(f"error: rank {rank} has not come for 12 s" in r.err, r.err[-400:])
     at_once(lambda: stopped(0, "MPI_Ibcast"), lambda: stopped(1, "MPI_Isend"))  # while rank 0 reads files, and after that
+
+
+@test
+def a_rank_that_hangs_at_the_very_end_is_given_up():  # and three that wait for it say so once
+    command = [*RANKS, "--train-data", stories(), "--steps", 1, "--tokens-per-step", 16 * 4]
+    sooner = preloaded("alarm", "1", "if (a > 48) a -= 48")
+    lost = preloaded("MPI_Finalize", "calls == 1", STOP)
+    each = [["-np", 1, "-x", "LD_PRELOAD=" + (lost if r == 0 else sooner), *command, "--out", folder("out")] for r in range(4)]
+    r = run([*MPIRUN, *each[0], *(o for c in each[1:] for o in (":", *c))], code=None, timeout=100, env={
+        "EMU_DEVICES": "4", "MOE_NCCL_TIMEOUT": "30", "EMU_NCCL_TIMEOUT": "300"})
+    message = "error: taking leave of the other ranks (MPI) is not done after 50 s"
+    check(r.code != 0 and r.err.count(message) == 1 and steps_in(folder("out")) == [1], f"exit code {r.code}: {r.err[:600]}")
 
 
 @test

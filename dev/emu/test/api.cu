@@ -90,6 +90,32 @@ static void lazy_streams() {
     cudaStreamSynchronize(s);
     EXPECT(h[0] == 6);
 }
+// EMU_LAZY_STREAM=1: a queue of a thousand is full, and the host waits until there is room
+static void full_queue() {
+    static int ran;
+    cudaStream_t s;
+    cudaStreamCreate(&s);
+    for (int i = 0; i < 1000; i++) cudaLaunchHostFunc(s, [](void*) { ran++; }, nullptr);
+    EXPECT(ran == 0);
+    for (int i = 0; i < 1000; i++) cudaLaunchHostFunc(s, [](void*) { ran++; }, nullptr);
+    EXPECT(ran >= 900 && ran <= 1000);
+    cudaStreamSynchronize(s);
+    EXPECT(ran == 2000);
+}
+// EMU_LAZY_STREAM=1: from host to host both forms wait
+static void copies_between_hosts() {
+    for (cudaMemcpyKind kind : {cudaMemcpyHostToHost, cudaMemcpyDefault}) {
+        for (bool async : {false, true}) {
+            int from[64], *to;
+            cudaMallocHost(&to, sizeof(from));
+            for (int i = 0; i < 64; i++) from[i] = i + 1, to[i] = 0;
+            if (async) cudaMemcpyAsync(to, from, sizeof(from), kind);
+            else cudaMemcpy(to, from, sizeof(from), kind);
+            EXPECT(memcmp(to, from, sizeof(from)) == 0);
+            cudaFreeHost(to);
+        }
+    }
+}
 // EMU_LAZY_STREAM=random:SEED: each stream keeps its order, now one goes on and now the other, neither as issued nor all at the end
 static void random_streams() {
     static std::vector<size_t> ran;
@@ -267,6 +293,8 @@ static const struct { const char* name; void (*run)();
     {"fail_templates", fail_templates},
     {"memory_limit", memory_limit},
     {"lazy_streams", lazy_streams},
+    {"full_queue", full_queue},
+    {"copies_between_hosts", copies_between_hosts},
     {"random_streams", random_streams},
     {"graphs", graphs},
     {"elapsed", elapsed},

@@ -68,21 +68,6 @@ static void pageable_upload_case(bool bad) {           // cudaMemcpy may return 
     cudaStreamSynchronize(s.a);
     if (download(e, 64)[3] != 4) printf("old value\n");
 }
-static void between_hosts_case(bool bad) {             // there cudaMemcpy waits, and only it
-    Streams s;
-    std::vector<int> from = ramp<int>(64);
-    for (cudaMemcpyKind kind : {cudaMemcpyHostToHost, cudaMemcpyDefault}) {
-        int *to, sum = 0;
-        cudaMallocHost(&to, 64 * sizeof(int));
-        memset(to, 0, 64 * sizeof(int));
-        if (bad) cudaMemcpyAsync(to, from.data(), 64 * sizeof(int), kind, s.a);
-        else cudaMemcpy(to, from.data(), 64 * sizeof(int), kind);
-        for (int i = 0; i < 64; i++) sum += to[i] == from[i];              // bad: between_hosts
-        if (!bad && sum != 64) exit(2);
-        cudaStreamSynchronize(s.a);
-        cudaFreeHost(to);
-    }
-}
 static void wrong_stream_waited_case(bool bad) {
     Streams s;
     int *d = device<int>(64), *h;
@@ -427,7 +412,6 @@ static const Case table[] = {
     {"async_copy", "missing", async_copy_case},
     {"async_copy_pageable", "missing", async_copy_pageable_case},
     {"pageable_upload", "missing", pageable_upload_case},
-    {"between_hosts", "missing", between_hosts_case},
     {"wrong_stream_waited", "missing", wrong_stream_waited_case},
     {"source_overwritten", "missing", source_overwritten_case},
     {"registered", "missing", registered_case},

@@ -317,6 +317,8 @@ TESTS = [
     ("EMU_FAIL: a call that never came", wish_too_late),
     ("EMU_MEM", lambda: api("memory_limit", EMU_MEM="0.001")),
     ("EMU_LAZY_STREAM", lambda: api("lazy_streams", EMU_LAZY_STREAM="1")),
+    ("a full queue", lambda: api("full_queue", EMU_LAZY_STREAM="1")),
+    ("copies between hosts", lambda: api("copies_between_hosts", EMU_LAZY_STREAM="1")),
     ("EMU_LAZY_STREAM=random", lambda: [api("random_streams", EMU_LAZY_STREAM="random:%d" % seed) for seed in range(5)]),
     ("graphs", lambda: api("graphs")),
     ("events", lambda: api("elapsed")),
