@@ -3665,6 +3665,20 @@ void check_switches(const Options* opt, const MoEConfig* c) {
     if (strcmp(opt->attention, "cudnn") == 0) { attention_cudnn_check(documents, c->head_dim); }
 }
 
+uint64_t weights_hash(const Model* model) {
+    // of the weights in bf16, to see whether all ranks have the same
+    const size_t chunk = (size_t)1 << 23;
+    bf16* host = (bf16*)mallocCheck(chunk * sizeof(bf16));
+    uint64_t hash = HASH_BEGIN;
+    for (size_t i = 0; i < model->places.num_parameters; i += chunk) {
+        size_t left = model->places.num_parameters - i, bytes = (left < chunk ? left : chunk) * sizeof(bf16);
+        cudaCheck(cudaMemcpy(host, model->params + i, bytes, cudaMemcpyDeviceToHost));
+        hash = hash_bytes(hash, host, bytes);
+    }
+    free(host);
+    return hash;
+}
+
 void trainer_load(Trainer* t) {
     // weights from the checkpoint, from a Hugging Face folder, or fresh; AdamW's moments where there is training
     Model* model = &t->model;
@@ -3681,7 +3695,8 @@ void trainer_load(Trainer* t) {
     cudaCheck(cudaDeviceSynchronize()); // cudaMemcpy may return before a transfer is done, the stream is another
     t->step = run->state.step;
     t->tokens = run->state.tokens;
-    multi_gpu_check_same(&t->gpus, t->step, run->data_hash, run->val_hash);
+    uint64_t weights = t->gpus.num_ranks > 1 ? weights_hash(model) : 0;
+    multi_gpu_check_same(&t->gpus, t->step, weights, run->data_hash, run->val_hash);
     multi_gpu_barrier(&t->gpus); // nobody waits in an all-reduce for a rank that has a slow disk
 }
 
@@ -4152,6 +4167,7 @@ int main(int argc, char** argv) {
     run->release = opt->pinned ? pinned_free : NULL;
     run_open_files(run, t->gpus.rank, t->gpus.num_ranks);
     multi_gpu_rest(&t->gpus);
+    multi_gpu_check_options(&t->gpus, opt);
     trainer_open(t);
     int code = opt->dump           ? dump(t)
                : opt->eval         ? evaluate(t)

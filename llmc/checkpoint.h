@@ -141,8 +141,7 @@ static inline void checkpoint_write_tokenizer(const char* dir, const char* token
     }
 }
 
-// A hash of a file's bytes and their number; no single changed word goes unnoticed. False, with errno, if it cannot be
-// read or is no regular file.
+// hash_bytes of a file, and of its length. False, with errno, if it cannot be read or is no regular file.
 static inline bool file_hash(const char* path, uint64_t* hash) {
     const size_t chunk = (size_t)1 << 20;
     struct stat st;
@@ -154,17 +153,11 @@ static inline bool file_hash(const char* path, uint64_t* hash) {
         return false;
     }
     unsigned char* buffer = (unsigned char*)mallocCheck(chunk);
-    uint64_t h = 0xCBF29CE484222325u, size = 0; // FNV-1a's numbers, on words
+    uint64_t h = HASH_BEGIN, size = 0;
     size_t n;
-    while ((n = fread(buffer, 1, chunk, fp)) > 0) {
+    while ((n = fread(buffer, 1, chunk, fp)) > 0) { // chunk is a multiple of 8
         size += n;
-        memset(buffer + n, 0, n % 8 ? 8 - n % 8 : 0); // chunk is a multiple of 8, so there is room
-        for (size_t i = 0; i < n; i += 8) {
-            uint64_t word;
-            memcpy(&word, buffer + i, 8);
-            h = (h ^ word) * 0x100000001B3u;
-            h ^= h >> 32;
-        }
+        h = hash_bytes(h, buffer, n);
     }
     bool ok = !ferror(fp);
     free(buffer);

@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "json.h"
+#include "rand.h"
 #include <assert.h>
 #include <errno.h>
 #include <math.h>
@@ -589,18 +590,25 @@ static inline void options_defaults(Options* opt, int program) {
     opt->precision = program == PROGRAM_GPU ? "bf16" : "fp32";
 }
 
+// what to do instead of a choice that this program cannot honour; NULL: it can
+static inline const char* option_instead(const OptionRow* row, const char* text, int program) {
+    for (size_t i = 0; i < sizeof(option_refusals) / sizeof(option_refusals[0]); i++) {
+        if (option_refusals[i].program == program && strcmp(option_refusals[i].name, row->name) == 0
+                && strcmp(option_refusals[i].choice, text) == 0) {
+            return option_refusals[i].instead;
+        }
+    }
+    return NULL;
+}
+
 // fatal if this program cannot honour the option or the choice
 static inline void option_refuse(const OptionRow* row, const char* text, int program) {
     if (!option_honoured(row, program)) {
         fatal("--%s is honoured by %s alone, not by %s: leave it out", row->name, program_title(PROGRAM_BOTH - program),
               program_title(program));
     }
-    for (size_t i = 0; i < sizeof(option_refusals) / sizeof(option_refusals[0]); i++) {
-        if (option_refusals[i].program == program && strcmp(option_refusals[i].name, row->name) == 0
-                && strcmp(option_refusals[i].choice, text) == 0) {
-            fatal("--%s %s: %s", row->name, text, option_refusals[i].instead);
-        }
-    }
+    const char* instead = option_instead(row, text, program);
+    if (instead != NULL) { fatal("--%s %s: %s", row->name, text, instead); }
 }
 
 static inline void options_check_exclusive(const Options* opt) {
@@ -778,8 +786,10 @@ static inline cJSON* options_json(const Options* opt) {
         if (opt->given[i]) { cJSON_AddItemToArray(given, cJSON_CreateString(row->name)); }
         if (row->kind == OPTION_INT) {
             int64_t value;
+            char digits[24]; // cJSON prints 15 of them, a seed may have 16
             memcpy(&value, field, sizeof(value));
-            cJSON_AddNumberToObject(json, row->name, (double)value);
+            snprintf(digits, sizeof(digits), "%lld", (long long)value);
+            cJSON_AddRawToObject(json, row->name, digits);
         } else if (row->kind == OPTION_DOUBLE) {
             double value;
             memcpy(&value, field, sizeof(value));
@@ -799,10 +809,12 @@ static inline cJSON* options_json(const Options* opt) {
 }
 
 // is it part of what a run *is*, so that a resumed one keeps it? Where the model comes from is the checkpoint itself;
-// files to write, other modes and speed belong to the command at hand.
+// files to write and other modes belong to the command at hand, the number of threads to the machine. What is there for
+// speed rounds differently and takes other memory.
 static inline bool option_belongs_to_run(const OptionRow* row) {
-    const char* groups[] = {"data", "length", "optimiser", "balance", "numbers", "sampling"};
-    const char* names[] = {"log-every", "save-every", "keep", "val-every", "val-steps", "sample-every", "tokenize"};
+    const char* groups[] = {"data", "length", "optimiser", "balance", "numbers", "sampling", "speed"};
+    const char* names[] = {"log-every", "save-every", "keep", "val-every", "val-steps", "sample-every"};
+    if (strcmp(row->name, "threads") == 0) { return false; }
     for (size_t i = 0; i < sizeof(groups) / sizeof(groups[0]); i++) {
         if (strcmp(row->group, groups[i]) == 0) { return true; }
     }
@@ -863,8 +875,9 @@ static inline void options_inherit_validation(Options* opt, const cJSON* json) {
 }
 
 // For --resume: takes from a checkpoint's options (options_json; NULL is fine) what was given there and is not given
-// now, so that `--resume --out DIR` goes on with the same data, length and learning rates. Options of the other program
-// and options this version does not know are left alone. json may be freed afterwards: the strings are copied.
+// now, so that `--resume --out DIR` goes on with the same data, length, learning rates and switches. Options of the other
+// program are kept for its next turn; options this version does not know, and choices that this program cannot honour,
+// are left alone. json may be freed afterwards: the strings are copied.
 static inline void options_inherit(Options* opt, const cJSON* json) {
     const cJSON* given = cJSON_GetObjectItemCaseSensitive(json, "given");
     const cJSON* program = cJSON_GetObjectItemCaseSensitive(json, "program");
@@ -878,7 +891,7 @@ static inline void options_inherit(Options* opt, const cJSON* json) {
         int i = cJSON_IsString(name) ? option_find(name->valuestring) : -1;
         if (i < 0 || on_command_line[i]) { continue; }
         const OptionRow* row = &option_table[i];
-        if (!option_belongs_to_run(row) || !option_honoured(row, opt->program)) { continue; }
+        if (!option_belongs_to_run(row)) { continue; }
         if (option_displaced(on_command_line, row)) { continue; }
         if (looks && (strcmp(row->name, "batch") == 0 || strcmp(row->name, "force-routing") == 0)) { continue; }
         if (strcmp(row->name, "precision") == 0 && !same_program) { continue; } // each trainer has its own
@@ -889,7 +902,7 @@ static inline void options_inherit(Options* opt, const cJSON* json) {
             snprintf(number, sizeof(number), row->kind == OPTION_INT ? "%.0f" : "%.17g", item->valuedouble);
             text = number;
         }
-        if (text == NULL) { continue; }
+        if (text == NULL || option_instead(row, text, opt->program) != NULL) { continue; }
         free(strings[i]); // where the name stands there twice
         strings[i] = strdupCheck(text);
         option_store(opt, row, strings[i]);
@@ -901,6 +914,33 @@ static inline void options_inherit(Options* opt, const cJSON* json) {
     }
     options_inherit_step(opt, json);
     options_inherit_validation(opt, json);
+}
+
+// ----------------------------------------------------------------------------
+// Several ranks
+
+// values[i] = a hash of option i where all ranks of a run have to be told the same, else 0: files may have other names on
+// other machines, so of a name only whether there is one.
+static inline void options_agreement(const Options* opt, uint64_t values[OPTIONS_MAX]) {
+    const char* free_to_differ[] = {"loader", "pinned", "profile", "log-every", "metrics", "trace"};
+    memset(values, 0, OPTIONS_MAX * sizeof(values[0]));
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        const OptionRow* row = &option_table[i];
+        const char* field = (const char*)opt + row->at;
+        bool differs = false;
+        for (size_t j = 0; j < sizeof(free_to_differ) / sizeof(free_to_differ[0]); j++) {
+            differs = differs || strcmp(row->name, free_to_differ[j]) == 0;
+        }
+        char text[300];
+        if (differs) { continue; }
+        if (row->kind == OPTION_STRING) {
+            const char* value;
+            memcpy(&value, field, sizeof(value));
+            values[i] = value != NULL;
+        } else if (option_text(opt, row, text, sizeof(text))) {
+            values[i] = hash_string(text);
+        }
+    }
 }
 
 #endif // LLMC_CLI_H

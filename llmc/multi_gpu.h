@@ -5,6 +5,7 @@
 #define LLMC_MULTI_GPU_H
 
 #include "check.h"
+#include "cli.h"
 #include "cuda_check.h"
 #include "cuda_device.h"
 #include "launcher.h"
@@ -394,15 +395,32 @@ static inline void multi_gpu_close(MultiGpu* g) {
 }
 #endif
 
-// On several machines neither the newest checkpoint nor the data need be the same everywhere.
-static inline void multi_gpu_check_same(MultiGpu* g, int64_t step, uint64_t train_data, uint64_t val_data) {
-    const uint64_t mine[3] = {(uint64_t)step, train_data, val_data};
-    uint64_t of_rank0[3];
+// mpirun can give each rank options of its own: what all have to be told is compared.
+static inline void multi_gpu_check_options(MultiGpu* g, const Options* opt) {
+    uint64_t mine[OPTIONS_MAX], of_rank0[OPTIONS_MAX];
+    options_agreement(opt, mine);
+    memcpy(of_rank0, mine, sizeof(mine));
+    multi_gpu_broadcast(g, of_rank0, sizeof(of_rank0));
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        if (of_rank0[i] != mine[i]) {
+            fatal("this rank has another --%s than rank 0: give all ranks the same", option_table[i].name);
+        }
+    }
+}
+
+// On several machines neither the newest checkpoint nor the weights nor the data need be the same everywhere.
+static inline void multi_gpu_check_same(MultiGpu* g, int64_t step, uint64_t weights, uint64_t train_data,
+                                        uint64_t val_data) {
+    const uint64_t mine[4] = {(uint64_t)step, train_data, val_data, weights};
+    uint64_t of_rank0[4];
     memcpy(of_rank0, mine, sizeof(mine));
     multi_gpu_broadcast(g, of_rank0, sizeof(of_rank0));
     if (of_rank0[0] != mine[0]) {
         fatal("rank 0 resumes step %llu, this rank step %llu: do all machines see the same --out?",
               (unsigned long long)of_rank0[0], (unsigned long long)mine[0]);
+    }
+    if (of_rank0[3] != mine[3]) {
+        fatal("this rank starts from other weights than rank 0: do all machines have the same files?");
     }
     if (memcmp(of_rank0, mine, sizeof(mine)) != 0) {
         fatal("this rank sees other --%s than rank 0: do all machines have the same files?",

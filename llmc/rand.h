@@ -19,6 +19,19 @@ static inline uint64_t hash64(uint64_t x) {
     return x ^ (x >> 31);
 }
 
+// Goes on with a hash of bytes, at first HASH_BEGIN: FNV-1a on words; the last one is filled up with zeros. No single
+// changed word goes unnoticed.
+#define HASH_BEGIN 0xCBF29CE484222325u
+static inline uint64_t hash_bytes(uint64_t h, const void* bytes, size_t n) {
+    for (size_t i = 0; i < n; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, (const char*)bytes + i, n - i < 8 ? n - i : 8);
+        h = (h ^ word) * 0x100000001B3u;
+        h ^= h >> 32;
+    }
+    return h;
+}
+
 // 64-bit FNV-1a of a C string, finalised with hash64 because FNV's high bits are weak for short names.
 static inline uint64_t hash_string(const char* s) {
     uint64_t h = 0xCBF29CE484222325ull;

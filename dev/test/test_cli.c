@@ -327,20 +327,26 @@ static void echo_shows_what_is_set_and_nothing_else(void) {
     free(text);
 }
 
-static void a_resumed_run_inherits_what_was_given_before(void) {
-    resolve("--lr 1e-3 --steps 500 --beta2 0.99 --doc-mask --loader inline --out o --seed 7 --tokenize inline", 1);
+static cJSON* saved_options(void) { // as they come back from trainer_state.json
     cJSON* written = options_json(&opt);
     char* text = cJSON_Print(written);
-    cJSON* saved = cJSON_Parse(text); // as it comes back from trainer_state.json
+    cJSON* saved = cJSON_Parse(text);
     cJSON_Delete(written);
     free(text);
+    return saved;
+}
+
+static void a_resumed_run_inherits_what_was_given_before(void) {
+    resolve("--lr 1e-3 --steps 500 --beta2 0.99 --doc-mask --loader inline --experts loop --threads 2 --out o --seed 9007199254740991 --tokenize inline", 1);
+    cJSON* saved = saved_options();
     parse_cpu("--resume --out o --lr 2e-3");
     options_inherit(&opt, saved);
     options_resolve(&opt, 1);
     CHECK(opt.lr == 2e-3 && opt.min_lr == 2e-4);                 // given now; its default follows
-    CHECK(opt.steps == 500 && opt.beta2 == 0.99 && opt.doc_mask && opt.seed == 7);
+    CHECK(opt.steps == 500 && opt.beta2 == 0.99 && opt.doc_mask && opt.seed == 9007199254740991);
     CHECK(opt.train_data != NULL && strcmp(opt.train_data, "x.bin") == 0 && strcmp(opt.tokenize, "inline") == 0);
-    CHECK(strcmp(opt.loader, "prefetch") == 0 && opt.model == NULL); // belong to the command, or to the checkpoint
+    CHECK(strcmp(opt.loader, "inline") == 0 && strcmp(opt.experts, "loop") == 0);
+    CHECK(opt.threads != 2 && opt.model == NULL);                // belong to the machine, and to the checkpoint
     parse_cpu("--resume --out o --tokens 1M");
     options_inherit(&opt, saved);
     options_resolve(&opt, 1);
@@ -361,7 +367,7 @@ static void resume(const char* now, int num_ranks, int64_t done_steps, const cJS
 
 static void a_resumed_run_keeps_its_tokens_a_step_and_its_length(void) { // D13, D15
     resolve("--batch-size 4 --seq-len 64 --grad-accum 4 --tokens 100K", 1);
-    cJSON* saved = options_json(&opt);
+    cJSON* saved = saved_options();
     CHECK(opt.tokens_per_step == 1024 && opt.steps == 98);
     const struct { const char* more; int ranks, grad_accum; } splits[] = {
         {"", 1, 4}, {"", 2, 2}, {"", 4, 1}, {"--batch-size 2", 1, 8}, {"--batch-size 16", 1, 1}, {"--batch-size 1", 8, 2}};
@@ -391,7 +397,7 @@ static void a_resumed_run_keeps_its_tokens_a_step_and_its_length(void) { // D13,
     cJSON_Delete(saved);
     parse_cpu("--model demo --batch b --grad-accum 2");
     options_resolve(&opt, 1);
-    saved = options_json(&opt);
+    saved = saved_options();
     resume("--resume --out o --train-data x --batch-size 3 --seq-len 5", 1, 2, saved);
     CHECK(opt.grad_accum == 2 && opt.tokens_per_step == 30 && opt.batch == NULL);
     resume("--resume --out o --generate 5", 1, 2, saved);
@@ -401,7 +407,7 @@ static void a_resumed_run_keeps_its_tokens_a_step_and_its_length(void) { // D13,
 
 static void an_inherited_option_asks_for_no_other(void) {
     resolve("--out o --save-every 5 --keep 2 --val-data v --val-every 3 --sample-every 4 --prompt x --top-k 3", 1);
-    cJSON* saved = options_json(&opt);
+    cJSON* saved = saved_options();
     resume("--resume o/step_00000005", 1, 5, saved);
     CHECK(opt.out == NULL && opt.save_every == 5);
     resume("--resume o/step_00000005 --eval", 1, 5, saved);
@@ -413,11 +419,27 @@ static void an_inherited_option_asks_for_no_other(void) {
     EXPECT_FATAL(options_resolve(&opt, 1), "--save-every does nothing without --out");
 }
 
+static void options_of_the_other_program_are_kept_for_its_next_turn(void) {
+    parse("--model demo --train-data x --master 0 --allreduce every --attention cudnn --recompute moe", PROGRAM_GPU);
+    cJSON* by_gpu = saved_options();
+    parse_cpu("--resume --out o");
+    options_inherit(&opt, by_gpu);
+    options_resolve(&opt, 1);
+    CHECK(strcmp(opt.attention, "flash") == 0); // the CPU has no cuDNN
+    cJSON* by_cpu = saved_options();
+    parse("--resume --out o", PROGRAM_GPU);
+    options_inherit(&opt, by_cpu);
+    options_resolve(&opt, 1);
+    CHECK(!opt.master && strcmp(opt.allreduce, "every") == 0 && strcmp(opt.recompute, "moe") == 0);
+    cJSON_Delete(by_gpu);
+    cJSON_Delete(by_cpu);
+}
+
 static void precision_is_inherited_from_the_same_program_alone(void) {
     for (int by = 0; by < 2; by++) {
         int writer = by == 0 ? PROGRAM_CPU : PROGRAM_GPU;
         parse("--model demo --train-data x --precision bf16", writer);
-        cJSON* saved = options_json(&opt);
+        cJSON* saved = saved_options();
         parse_cpu("--resume --out o");
         options_inherit(&opt, saved);
         CHECK(strcmp(opt.precision, by == 0 ? "bf16" : "fp32") == 0);
@@ -471,6 +493,7 @@ int main(int argc, char** argv) {
     RUN(a_resumed_run_inherits_what_was_given_before);
     RUN(a_resumed_run_keeps_its_tokens_a_step_and_its_length);
     RUN(an_inherited_option_asks_for_no_other);
+    RUN(options_of_the_other_program_are_kept_for_its_next_turn);
     RUN(precision_is_inherited_from_the_same_program_alone);
     RUN(inherited_options_survive_a_hostile_file);
     return test_summary();

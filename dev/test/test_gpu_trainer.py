@@ -605,6 +605,22 @@ def ranks_that_see_other_data_are_refused():  # as two machines with different f
         check(r.code == 1 and len(said(r)) == 1 and f"this rank sees other --{option} than rank 0" in said(r)[0], f"exit code {r.code}: {r.err[-400:]}")
 
 
+@test
+def ranks_that_were_told_something_else_are_refused():  # one would average what does not belong together, or wait for ever
+    command = [*RANKS, "--train-data", stories()]
+    run([*command, "--steps", 2, "--save-every", 1, "--out", folder("weights")])
+    here, there = (["--init", step_folder(folder("weights"), step)] for step in (1, 2))
+    def refused(words, first, second, command=[*command, "--steps", 1]):
+        r = run([*MPIRUN, "-np", 1, *command, *first, ":", "-np", 1, *command, *second], env={"EMU_DEVICES": "2"}, code=None, timeout=100)
+        check(r.code == 1 and len(said(r)) == 1 and words in said(r)[0], f"{words}: exit code {r.code}: {r.err[-400:]}")
+    at_once(*(lambda o=o, a=a, b=b: refused(f"this rank has another --{o} than rank 0", [f"--{o}", a], [f"--{o}", b]) for o, a, b in (
+                ("seed", 1, 2), ("beta2", 0.9, 0.99), ("grad-accum", 1, 2), ("experts", "loop", "grouped"))),
+            lambda: refused("this rank has another --out than rank 0", ["--out", folder("out")], []),
+            lambda: refused("this rank starts from other weights than rank 0", here, there, [PROGRAM, *command[3:], "--steps", 1]))
+    differ = ["--loader", "inline", "--pinned", 0, "--profile", "--log-every", 2, "--trace", folder("trace.json")]
+    run([*MPIRUN, "-np", 1, *command, "--steps", 1, ":", "-np", 1, *command, "--steps", 1, *differ], env={"EMU_DEVICES": "2"})
+
+
 @emu_test
 def ranks_that_cannot_connect_are_told_what_to_try():  # R2, R3
     command = [*RANKS, "--train-data", stories(), "--steps", 1]

@@ -52,6 +52,13 @@ def a_checkpoint_may_be_named():
     check_resumed_equals_unbroken(["--train-data", stories()], resume_from_folder=True)
 
 
+@test
+def a_resumed_run_keeps_its_switches():  # which round at other places
+    check_resumed_equals_unbroken(["--train-data", stories()], "--attention", "naive", "--experts", "loop", "--optimizer", "simple", "--loader", "inline")
+    both = [json.loads(read(step_folder(folder(name), 5) + "/trainer_state.json"))["options"] for name in ("whole", "part")]
+    check(both[0]["experts"] == both[1]["experts"] == "loop", f"{both[1]}")
+
+
 @cpu_test
 def resume_crosses_an_epochs_end():  # 7 sequences: an epoch has 3 batches of 2, and the seventh is dropped
     data = shard(folder("data/train.bin"), tokens_of(text_of(60))[:7 * 16 + 1])
