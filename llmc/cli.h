@@ -717,7 +717,10 @@ static inline void options_resolve_accumulation(Options* opt, int64_t num_ranks)
     if (below != wanted) {
         fatal("--tokens-per-step %lld%s is not a multiple of %s: nearest %s %s%s", (long long)wanted,
               of_before ? ", as before --resume," : "", factors, below == 0 ? "is" : "are", nearest,
-              below == 0 ? ", or lower --batch-size" : "");
+              below > 0             ? ""
+              : opt->batch_size > 1 ? ", or lower --batch-size"
+              : num_ranks > 1       ? ", or start fewer ranks"
+                                    : ", or lower --seq-len");
     }
     opt->grad_accum = wanted / micro;
 }

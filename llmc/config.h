@@ -113,16 +113,17 @@ static inline bool config_check_layers(const MoEConfig* c, char* err, size_t err
 static inline bool config_check_floats(const MoEConfig* c, char* err, size_t err_size) {
     // written so that NaN fails, too
     if (!(c->rope_theta > 0 && c->rope_theta < 1e30)) {
-        return fail_with(err, err_size, "rope_theta is %g, must be above 0", c->rope_theta);
+        return fail_with(err, err_size, "rope_theta is %g, must be above 0 and below 1e30", c->rope_theta);
     }
     if (!(c->rms_norm_eps > 0 && c->rms_norm_eps < 1)) {
         return fail_with(err, err_size, "rms_norm_eps is %g, must be above 0 and below 1", c->rms_norm_eps);
     }
     if (!(c->initializer_range > 0 && c->initializer_range < 1e3)) {
-        return fail_with(err, err_size, "initializer_range is %g, must be above 0", c->initializer_range);
+        return fail_with(err, err_size, "initializer_range is %g, must be above 0 and below 1000", c->initializer_range);
     }
     if (!(c->router_aux_loss_coef >= 0 && c->router_aux_loss_coef < 1e6)) {
-        return fail_with(err, err_size, "router_aux_loss_coef is %g, must be 0 or more", c->router_aux_loss_coef);
+        return fail_with(err, err_size, "router_aux_loss_coef is %g, must be 0 or more and below 1e6",
+                         c->router_aux_loss_coef);
     }
     return true;
 }

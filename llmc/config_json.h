@@ -260,6 +260,13 @@ static inline bool config_read_switches(const cJSON* json, char* err, size_t err
                              cJSON_IsString(type) ? type->valuestring : "?");
         }
     }
+    const char* never[] = {"attention_bias", "attention_dropout"}; // false, 0, or not there
+    for (size_t i = 0; i < sizeof(never) / sizeof(never[0]); i++) {
+        const cJSON* field = config_get(json, never[i]);
+        if (field != NULL && !cJSON_IsFalse(field) && !(cJSON_IsNumber(field) && field->valuedouble == 0)) {
+            return fail_with(err, err_size, "the field \"%s\" is not implemented (only %s)", never[i], i == 0 ? "false" : "0");
+        }
+    }
     const cJSON* dtype = config_get(json, "dtype");
     const cJSON* old_dtype = config_get(json, "torch_dtype");
     if (dtype != NULL && old_dtype != NULL && !cJSON_Compare(dtype, old_dtype, true)) {

@@ -258,6 +258,7 @@ static void impossible_lengths_are_explained(void) {
     EXPECT_FATAL(resolve("-b 8 -t 256 --tokens-per-step 5000", 1), "8 x 256 x 1 = 2048: nearest are 4096 and 6144");
     EXPECT_FATAL(resolve("-b 8 -t 256 --tokens-per-step 5000", 2), "8 x 256 x 2 = 4096: nearest are 4096 and 8192");
     EXPECT_FATAL(resolve("-b 8 -t 256 --tokens-per-step 100", 1), "nearest is 2048, or lower --batch-size");
+    EXPECT_FATAL(resolve("-b 1 -t 256 --tokens-per-step 256", 2), "nearest is 512, or start fewer ranks");
     EXPECT_FATAL(resolve("--min-lr 1", 1), "--min-lr 1 is above --lr 0.0003");
     EXPECT_FATAL(resolve("-b 1M -t 16M --grad-accum 1M", 8), "is beyond 9e15 tokens");
     EXPECT_FATAL(resolve("--steps 9223372036854775807", 1), "are beyond 9e18 tokens");
