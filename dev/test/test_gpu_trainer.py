@@ -573,12 +573,12 @@ def a_rank_that_hangs_in_a_collective_of_mpi_is_given_up():  # R2, R10
 
 @test
 def a_rank_that_reads_its_weights_slowly_is_waited_for():
-    # third to come to rank 1 from rank 0: its step and its data, when both have read their weights
+    # fourth to come to rank 1 from rank 0: its step, weights and data, when both have read them
     command = [*RANKS, "--train-data", stories(), "--steps", 1]
-    r = with_preloaded({1: preloaded("MPI_Ibcast", "calls == 3", "usleep(6000000)")}, command, 2)
+    r = with_preloaded({1: preloaded("MPI_Ibcast", "calls == 4", "usleep(6000000)")}, command, 2)
     check(r.code == 0 and "waiting for rank 1 for 2 s: is it busy with files" in r.err, f"exit code {r.code}: {r.err[-400:]}")
     if LONG:
-        r = with_preloaded({1: preloaded("MPI_Ibcast", "calls == 3", STOP)}, command, 1)
+        r = with_preloaded({1: preloaded("MPI_Ibcast", "calls == 4", STOP)}, command, 1)
         check(r.code != 0 and "error: rank 1 has not come for 60 s" in r.err, f"exit code {r.code}: {r.err[-400:]}")
 
 
