@@ -3648,7 +3648,7 @@ void check_switches(const Options* opt, const MoEConfig* c) {
     // what the program cannot honour, found before anything is allocated
     const int GRID_MOST = 65535;
     if (strcmp(opt->recompute, "moe") == 0 && strcmp(opt->experts, "loop") == 0) {
-        fatal("--recompute moe: the expert loop keeps what it has computed; use --experts grouped");
+        fatal("--recompute moe: the expert loop keeps what it has computed; use --experts grouped or --recompute none");
     }
     // blocks of a grid are counted to 65535 in y and z; kernels have a sequence, a head or 128 rows of an expert there
     double tiles = (double)opt->batch_size * opt->seq_len * c->num_experts_per_tok / TILE_ROWS + c->num_experts;
@@ -3696,8 +3696,7 @@ void trainer_load(Trainer* t) {
     t->step = run->state.step;
     t->tokens = run->state.tokens;
     uint64_t weights = t->gpus.num_ranks > 1 ? weights_hash(model) : 0;
-    multi_gpu_check_same(&t->gpus, t->step, weights, run->data_hash, run->val_hash);
-    multi_gpu_barrier(&t->gpus); // nobody waits in an all-reduce for a rank that has a slow disk
+    multi_gpu_check_loaded(&t->gpus, weights, run->data_hash, run->val_hash);
 }
 
 void trainer_save(Trainer* t) {
@@ -3778,8 +3777,8 @@ void trainer_microbatch(Trainer* t, Microbatch* mb) {
 }
 
 void trainer_read_sums(Trainer* t) {
-    // model.host_sums = step_sums, then the gradient norm; the one moment of a step when the host waits until
-    // the device has nothing left to do (--experts loop waits in each layer, too)
+    // model.host_sums = step_sums, then the gradient norm; the one moment of a step when the host waits until the
+    // device has nothing left to do (but for --experts loop, --overlap 0, --allreduce every, --optimizer simple)
     Model* model = &t->model;
     size_t count = step_sums_count(model);
     cudaCheck(cudaMemcpyAsync(model->host_sums, model->step_sums, count * sizeof(double), cudaMemcpyDeviceToHost,
@@ -3829,7 +3828,7 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
     }
     phase(model, PHASE_ALLREDUCE, -1);
     all_reduce_sums(&t->gpus, model->step_sums, step_sums_count(model), model->stream);
-    if (!model->switches.fused_optimizer) { multi_gpu_wait_for_collectives(&t->gpus); } // a launch a tensor
+    if (!model->switches.fused_optimizer) { multi_gpu_wait_for_collectives(&t->gpus); } // many launches
     model_grad_norm(model);
     double lr = schedule_rate(opt, t->tokens);
     model_update(model, t->step + 1, lr, opt);
@@ -4167,7 +4166,7 @@ int main(int argc, char** argv) {
     run->release = opt->pinned ? pinned_free : NULL;
     run_open_files(run, t->gpus.rank, t->gpus.num_ranks);
     multi_gpu_rest(&t->gpus);
-    multi_gpu_check_options(&t->gpus, opt);
+    multi_gpu_check_run(&t->gpus, opt, &run->config);
     trainer_open(t);
     int code = opt->dump           ? dump(t)
                : opt->eval         ? evaluate(t)

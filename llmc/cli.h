@@ -878,9 +878,9 @@ static inline void options_inherit_validation(Options* opt, const cJSON* json) {
 }
 
 // For --resume: takes from a checkpoint's options (options_json; NULL is fine) what was given there and is not given
-// now, so that `--resume --out DIR` goes on with the same data, length, learning rates and switches. Options of the other
-// program are kept for its next turn; options this version does not know, and choices that this program cannot honour,
-// are left alone. json may be freed afterwards: the strings are copied.
+// now, so that `--resume --out DIR` goes on with the same data, length, learning rates and switches. Options of the
+// other program are kept for its next turn (but --precision is each program's own); options this version does not know,
+// and choices that this program cannot honour, are left alone. json may be freed afterwards: the strings are copied.
 static inline void options_inherit(Options* opt, const cJSON* json) {
     const cJSON* given = cJSON_GetObjectItemCaseSensitive(json, "given");
     const cJSON* program = cJSON_GetObjectItemCaseSensitive(json, "program");
@@ -897,6 +897,8 @@ static inline void options_inherit(Options* opt, const cJSON* json) {
         if (!option_belongs_to_run(row)) { continue; }
         if (option_displaced(on_command_line, row)) { continue; }
         if (looks && (strcmp(row->name, "batch") == 0 || strcmp(row->name, "force-routing") == 0)) { continue; }
+        bool of_training = strcmp(row->group, "speed") == 0 && strcmp(row->name, "tokenize") != 0;
+        if (looks && of_training) { continue; }
         if (strcmp(row->name, "precision") == 0 && !same_program) { continue; } // each trainer has its own
         const cJSON* item = cJSON_GetObjectItemCaseSensitive(json, row->name);
         char number[40];
@@ -915,6 +917,11 @@ static inline void options_inherit(Options* opt, const cJSON* json) {
         if (!on_command_line[option_find("batch-size")]) { option_take_number(opt, json, "batch-size"); }
         if (!on_command_line[option_find("seq-len")]) { option_take_number(opt, json, "seq-len"); }
     }
+    int recompute = option_find("recompute");
+    if (opt->inherited[recompute] && strcmp(opt->experts, "loop") == 0) { // which keeps all: what is said now counts
+        opt->given[recompute] = opt->inherited[recompute] = false;
+        option_store(opt, &option_table[recompute], "none");
+    }
     options_inherit_step(opt, json);
     options_inherit_validation(opt, json);
 }
@@ -922,26 +929,32 @@ static inline void options_inherit(Options* opt, const cJSON* json) {
 // ----------------------------------------------------------------------------
 // Several ranks
 
-// values[i] = a hash of option i where all ranks of a run have to be told the same, else 0: files may have other names on
-// other machines, so of a name only whether there is one.
+// may each rank of a run be told something else? What rank 0 does alone, how data are fetched, where files are.
+static inline bool option_may_differ(const OptionRow* row) {
+    const char* names[] = {"loader", "pinned", "profile", "log-every", "metrics", "trace", "keep", "prompt",
+                           "temperature", "top-k", "top-p"};
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        if (strcmp(row->name, names[i]) == 0) { return true; }
+    }
+    return false;
+}
+
+// values[i] = what all ranks of a run must have in common of option i: a hash of its value; of a file's name, which may
+// be another on another machine, whether there is one; 0 if each rank may have its own.
 static inline void options_agreement(const Options* opt, uint64_t values[OPTIONS_MAX]) {
-    const char* free_to_differ[] = {"loader", "pinned", "profile", "log-every", "metrics", "trace"};
     memset(values, 0, OPTIONS_MAX * sizeof(values[0]));
     for (int i = 0; i < NUM_OPTIONS; i++) {
         const OptionRow* row = &option_table[i];
         const char* field = (const char*)opt + row->at;
-        bool differs = false;
-        for (size_t j = 0; j < sizeof(free_to_differ) / sizeof(free_to_differ[0]); j++) {
-            differs = differs || strcmp(row->name, free_to_differ[j]) == 0;
-        }
-        char text[300];
-        if (differs) { continue; }
-        if (row->kind == OPTION_STRING) {
-            const char* value;
-            memcpy(&value, field, sizeof(value));
-            values[i] = value != NULL;
-        } else if (option_text(opt, row, text, sizeof(text))) {
-            values[i] = hash_string(text);
+        if (option_may_differ(row)) { continue; }
+        if (row->kind == OPTION_INT || row->kind == OPTION_DOUBLE) {
+            values[i] = hash_bytes(HASH_BEGIN, field, sizeof(int64_t));
+        } else if (row->kind == OPTION_SWITCH || row->kind == OPTION_FLAG) {
+            values[i] = hash_bytes(HASH_BEGIN, field, sizeof(bool));
+        } else {
+            const char* text;
+            memcpy(&text, field, sizeof(text));
+            values[i] = text == NULL ? 0 : row->kind == OPTION_CHOICE ? hash_string(text) : 1;
         }
     }
 }

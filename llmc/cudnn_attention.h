@@ -29,7 +29,7 @@ static inline void cudnn_attention_backward(void*, void*, void*, const void*, co
                                             const void*, const void*, const CudnnAttentionShape*, cudaStream_t) {}
 static inline void attention_cudnn_check(bool, int) {
     fatal("--attention cudnn: this program was built without cuDNN: make deps-cudnn, then make train_moe USE_CUDNN=1; "
-          "or leave the option out, --attention flash is ours");
+          "or take --attention flash, which is ours (a resumed run keeps the option that it was begun with)");
 }
 #endif
 

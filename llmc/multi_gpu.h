@@ -5,7 +5,9 @@
 #define LLMC_MULTI_GPU_H
 
 #include "check.h"
+#include "checkpoint.h"
 #include "cli.h"
+#include "config_json.h"
 #include "cuda_check.h"
 #include "cuda_device.h"
 #include "launcher.h"
@@ -80,20 +82,23 @@ static inline void multi_gpu_close(MultiGpu* g) { (void)g; }
 #else
 
 static MultiGpu* multi_gpu_at_exit; // whose MPI has to be finished, NULL: none
+static int multi_gpu_own_rank;
 
 // Waits for a message of `rank`, without using a core. Who is not here after the time-out is named, who is not after
 // `seconds` ends the run: rank 0 may read data or write a checkpoint for minutes.
 static inline void multi_gpu_receive(MultiGpu* g, MPI_Request* request, int rank, double seconds) {
     double begin = profiler_clock_us();
+    int others = g->rank - (rank < g->rank); // that wait and come before this rank: the first says it, the next much later
+    double patience = g->timeout * (1 + others);
     bool said = false;
     for (int done = 0;; usleep(100)) {
         mpiCheck(MPI_Test(request, &done, MPI_STATUS_IGNORE));
         if (done) { return; }
         double waited = (profiler_clock_us() - begin) / 1e6;
         if (waited >= seconds) { fatal("rank %d has not come for %.3g s (MOE_NCCL_TIMEOUT): has it been stopped?", rank, seconds); }
-        if (waited >= g->timeout && !said && g->rank == (rank == 0)) { // one of those who wait says it
+        if (waited >= patience && !said) {
             fprintf(stderr, "%s: waiting for rank %d for %.3g s: is it busy with files, or has it been stopped?\n",
-                    program_name, rank, g->timeout);
+                    program_name, rank, patience);
             said = true;
         }
     }
@@ -234,7 +239,7 @@ static inline void multi_gpu_name_rank(const MultiGpu* g) { // its messages begi
 }
 
 // A fault that all ranks come to is reported once: the first that can speaks for all and ends them.
-static inline void multi_gpu_patience(void) { multi_gpu_await_the_end(ranks_patience(multi_gpu_at_exit->rank)); }
+static inline void multi_gpu_patience(void) { multi_gpu_await_the_end(ranks_patience(multi_gpu_own_rank)); }
 
 // MPI, and who we are; nothing of CUDA yet. Afterwards only rank 0 prints to stdout.
 static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
@@ -245,6 +250,9 @@ static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
     g->timeout = told ? atof(seconds) : 60;
     int started = launcher_ranks();
     if (started == 1 || (started == 0 && getenv("PMIX_RANK") == NULL)) { return; } // one rank: no MPI
+    // NCCL shall make all connections at the start, where a watchdog looks on and the card has room. By itself it makes
+    // them in the first collective that wants them, within ncclAllReduce (since 2.22).
+    setenv("NCCL_RUNTIME_CONNECT", "0", 0);
     int threads;
     if (MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &threads) != MPI_SUCCESS) { fatal("MPI_Init failed"); }
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); // mpiCheck prints them
@@ -258,6 +266,7 @@ static inline void multi_gpu_open(MultiGpu* g, int* argc, char*** argv) {
     ranks_any_thread = threads == MPI_THREAD_MULTIPLE; // the loader's thread may fail, too
     ranks_abort_together();
     multi_gpu_at_exit = g;
+    multi_gpu_own_rank = g->rank;
     atexit(finish_at_exit);
     watchdog_start(20 + g->timeout, g->rank, "meeting the ranks of this machine (MPI)");
     MPI_Comm node;
@@ -316,7 +325,9 @@ static inline void multi_gpu_wait(MultiGpu* g, cudaEvent_t event) {
     }
 }
 static inline void multi_gpu_wait_for_collectives(MultiGpu* g) { // all that were issued
-    if (g->issued > 0) { multi_gpu_wait(g, g->ended[(g->issued - 1) % MOST_COLLECTIVES]); }
+    if (g->issued == 0) { return; }
+    cuda_waits++;
+    multi_gpu_wait(g, g->ended[(g->issued - 1) % MOST_COLLECTIVES]);
 }
 
 // Averages numbers that everyone knows, on the very path that the gradients will take.
@@ -357,9 +368,6 @@ static inline void multi_gpu_connect(MultiGpu* g, AllReduce all_reduce, size_t l
     }
     largest_bucket = (largest_bucket + 7) / 8 * 8;
     if (bf16_gradients) { cudaCheck(cudaMalloc((void**)&g->staging, largest_bucket * sizeof(__nv_bfloat16))); }
-    // All connections now, where a watchdog looks on and the card has room. By itself NCCL makes them in the first
-    // collective that wants them, within ncclAllReduce (since 2.22).
-    setenv("NCCL_RUNTIME_CONNECT", "0", 0);
     ncclUniqueId id;
     if (g->rank == 0) { ncclCheck(ncclGetUniqueId(&id)); }
     multi_gpu_broadcast(g, &id, sizeof(id));
@@ -395,37 +403,53 @@ static inline void multi_gpu_close(MultiGpu* g) {
 }
 #endif
 
-// mpirun can give each rank options of its own: what all have to be told is compared.
-static inline void multi_gpu_check_options(MultiGpu* g, const Options* opt) {
-    uint64_t mine[OPTIONS_MAX], of_rank0[OPTIONS_MAX];
-    options_agreement(opt, mine);
-    memcpy(of_rank0, mine, sizeof(mine));
-    multi_gpu_broadcast(g, of_rank0, sizeof(of_rank0));
-    for (int i = 0; i < NUM_OPTIONS; i++) {
-        if (of_rank0[i] != mine[i]) {
-            fatal("this rank has another --%s than rank 0: give all ranks the same", option_table[i].name);
-        }
-    }
+// of_rank0[0..n) = what rank 0 has as mine
+static inline void multi_gpu_compare(MultiGpu* g, uint64_t* of_rank0, const uint64_t* mine, size_t n) {
+    memcpy(of_rank0, mine, n * sizeof(*mine));
+    multi_gpu_broadcast(g, of_rank0, n * sizeof(*mine));
 }
 
-// On several machines neither the newest checkpoint nor the weights nor the data need be the same everywhere.
-static inline void multi_gpu_check_same(MultiGpu* g, int64_t step, uint64_t weights, uint64_t train_data,
-                                        uint64_t val_data) {
-    const uint64_t mine[4] = {(uint64_t)step, train_data, val_data, weights};
-    uint64_t of_rank0[4];
-    memcpy(of_rank0, mine, sizeof(mine));
-    multi_gpu_broadcast(g, of_rank0, sizeof(of_rank0));
+// mpirun can give each rank options of its own, and files may be others on other machines: what all must have in common
+// is compared before they meet on their GPUs.
+static inline void multi_gpu_check_run(MultiGpu* g, const Options* opt, const MoEConfig* config) {
+    if (g->num_ranks == 1) { return; }
+    cJSON* json = config_to_json(config, "");
+    char* text = cJSON_PrintUnformatted(json);
+    uint64_t mine[2 + OPTIONS_MAX], of_rank0[2 + OPTIONS_MAX];
+    mine[0] = (uint64_t)opt->done_steps;
+    mine[1] = hash_string(text);
+    options_agreement(opt, mine + 2);
+    if (opt->eval_choices) { file_hash(opt->eval_choices, &mine[2 + option_find("eval-choices")]); }
+    multi_gpu_compare(g, of_rank0, mine, 2 + OPTIONS_MAX);
     if (of_rank0[0] != mine[0]) {
         fatal("rank 0 resumes step %llu, this rank step %llu: do all machines see the same --out?",
               (unsigned long long)of_rank0[0], (unsigned long long)mine[0]);
     }
-    if (of_rank0[3] != mine[3]) {
-        fatal("this rank starts from other weights than rank 0: do all machines have the same files?");
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        if (of_rank0[2 + i] == mine[2 + i]) { continue; }
+        fatal("this rank comes to another --%s than rank 0: do all have the same options and files?",
+              option_table[i].name);
     }
-    if (memcmp(of_rank0, mine, sizeof(mine)) != 0) {
-        fatal("this rank sees other --%s than rank 0: do all machines have the same files?",
-              of_rank0[1] != mine[1] ? "train-data" : "val-data");
+    if (of_rank0[1] != mine[1]) {
+        fatal("this rank has another model than rank 0: do all machines have the same config.json?");
     }
+    cJSON_free(text);
+    cJSON_Delete(json);
+    multi_gpu_barrier(g); // no rank waits for one that still wants to say what is wrong
+}
+
+// the same for what was loaded: hashes of it
+static inline void multi_gpu_check_loaded(MultiGpu* g, uint64_t weights, uint64_t train_data, uint64_t val_data) {
+    if (g->num_ranks == 1) { return; }
+    const char* whats[3] = {"starts from other weights", "sees other --train-data", "sees other --val-data"};
+    const uint64_t mine[3] = {weights, train_data, val_data};
+    uint64_t of_rank0[3];
+    multi_gpu_compare(g, of_rank0, mine, 3);
+    for (int i = 0; i < 3; i++) {
+        if (of_rank0[i] == mine[i]) { continue; }
+        fatal("this rank %s than rank 0: do all machines have the same files?", whats[i]);
+    }
+    multi_gpu_barrier(g); // nobody waits in an all-reduce for a rank that has a slow disk
 }
 
 // The machine in words: how many of which GPU, FLOP/s of one by its data sheet and measured (NAN: not known), the ranks.

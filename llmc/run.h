@@ -65,7 +65,8 @@ static inline void run_find_checkpoint(Run* run) {
     opt->done_steps = run->state.step;
     opt->done_tokens = (int64_t)run->state.tokens;
     options_inherit(opt, run->state.options);
-    if (!options_given(opt, "seed")) { opt->seed = (int64_t)run->state.seed; }
+    int seed = option_find("seed");
+    if (!opt->given[seed] || opt->inherited[seed]) { opt->seed = (int64_t)run->state.seed; }
 }
 
 // The model's sizes: a checkpoint's, a Hugging Face folder's, a file's or a preset's; then all options that depend on

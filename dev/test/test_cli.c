@@ -428,6 +428,12 @@ static void options_of_the_other_program_are_kept_for_its_next_turn(void) {
     options_resolve(&opt, 1);
     CHECK(strcmp(opt.attention, "flash") == 0); // the CPU has no cuDNN
     cJSON* by_cpu = saved_options();
+    parse_cpu("--resume --out o --experts loop"); // which keeps what it has computed
+    options_inherit(&opt, by_gpu);
+    CHECK(strcmp(opt.recompute, "none") == 0 && !options_given(&opt, "recompute"));
+    parse("--resume o --generate 3", PROGRAM_GPU); // looks at the model, as fast as it can here
+    options_inherit(&opt, by_gpu);
+    CHECK(strcmp(opt.attention, "flash") == 0 && !opt.master);
     parse("--resume --out o", PROGRAM_GPU);
     options_inherit(&opt, by_cpu);
     options_resolve(&opt, 1);

@@ -573,7 +573,7 @@ def a_rank_that_hangs_in_a_collective_of_mpi_is_given_up():  # R2, R10
 
 @test
 def a_rank_that_reads_its_weights_slowly_is_waited_for():
-    # fourth to come to rank 1 from rank 0: its step, weights and data, when both have read them
+    # fourth to come to rank 1 from rank 0: its weights and data, when both have read them
     command = [*RANKS, "--train-data", stories(), "--steps", 1]
     r = with_preloaded({1: preloaded("MPI_Ibcast", "calls == 4", "usleep(6000000)")}, command, 2)
     check(r.code == 0 and "waiting for rank 1 for 2 s: is it busy with files" in r.err, f"exit code {r.code}: {r.err[-400:]}")
@@ -613,12 +613,22 @@ def ranks_that_were_told_something_else_are_refused():  # one would average what
     def refused(words, first, second, command=[*command, "--steps", 1]):
         r = run([*MPIRUN, "-np", 1, *command, *first, ":", "-np", 1, *command, *second], env={"EMU_DEVICES": "2"}, code=None, timeout=100)
         check(r.code == 1 and len(said(r)) == 1 and words in said(r)[0], f"{words}: exit code {r.code}: {r.err[-400:]}")
-    at_once(*(lambda o=o, a=a, b=b: refused(f"this rank has another --{o} than rank 0", [f"--{o}", a], [f"--{o}", b]) for o, a, b in (
+    model, of_folder = [PROGRAM, *command[3:], "--steps", 1], json.loads(read(here[1] + "/config.json"))
+    other = write(folder("other/config.json"), json.dumps({**of_folder, "rms_norm_eps": 1e-5}))
+    shutil.copytree(folder("weights"), folder("shorter"))
+    shutil.rmtree(step_folder(folder("shorter"), 2))
+    at_once(*(lambda o=o, a=a, b=b: refused(f"this rank comes to another --{o} than rank 0", [f"--{o}", a], [f"--{o}", b]) for o, a, b in (
                 ("seed", 1, 2), ("beta2", 0.9, 0.99), ("grad-accum", 1, 2), ("experts", "loop", "grouped"))),
-            lambda: refused("this rank has another --out than rank 0", ["--out", folder("out")], []),
-            lambda: refused("this rank starts from other weights than rank 0", here, there, [PROGRAM, *command[3:], "--steps", 1]))
+            lambda: refused("this rank comes to another --out than rank 0", ["--out", folder("out")], []),
+            lambda: refused("this rank has another model than rank 0", ["--config", here[1] + "/config.json"], ["--config", other], model),
+            lambda: refused("this rank starts from other weights than rank 0", here, there, model),
+            lambda: refused("rank 0 resumes step 2, this rank step 1", ["--out", folder("weights")], ["--out", folder("shorter")],
+                            [PROGRAM, "--resume", "--steps", 4, "--tokens-per-step", 32]))
     differ = ["--loader", "inline", "--pinned", 0, "--profile", "--log-every", 2, "--trace", folder("trace.json")]
     run([*MPIRUN, "-np", 1, *command, "--steps", 1, ":", "-np", 1, *command, "--steps", 1, *differ], env={"EMU_DEVICES": "2"})
+    os.symlink(folder("weights"), folder("mounted"))  # another name for the same on another machine
+    resumed = [["-np", 1, PROGRAM, "--resume", step_folder(folder(name), 1), "--steps", 2, "--tokens-per-step", 32] for name in ("weights", "mounted")]
+    run([*MPIRUN, *resumed[0], ":", *resumed[1]], env={"EMU_DEVICES": "2"})
 
 
 @emu_test
