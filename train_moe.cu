@@ -3828,7 +3828,7 @@ void trainer_step(Trainer* t, StepMetrics* metrics) {
     }
     phase(model, PHASE_ALLREDUCE, -1);
     all_reduce_sums(&t->gpus, model->step_sums, step_sums_count(model), model->stream);
-    if (!model->switches.fused_optimizer) { multi_gpu_wait_for_collectives(&t->gpus); } // many launches
+    if (!model->switches.fused_optimizer) { multi_gpu_wait_for_collectives(&t->gpus); } // as all_reduce_bucket
     model_grad_norm(model);
     double lr = schedule_rate(opt, t->tokens);
     model_update(model, t->step + 1, lr, opt);

@@ -88,7 +88,7 @@ static int multi_gpu_own_rank;
 // `seconds` ends the run: rank 0 may read data or write a checkpoint for minutes.
 static inline void multi_gpu_receive(MultiGpu* g, MPI_Request* request, int rank, double seconds) {
     double begin = profiler_clock_us();
-    int others = g->rank - (rank < g->rank); // that wait and come before this rank: the first says it, the next much later
+    int others = g->rank - (rank < g->rank); // who wait and come before this rank: the first one says it
     double patience = g->timeout * (1 + others);
     bool said = false;
     for (int done = 0;; usleep(100)) {
