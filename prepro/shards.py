@@ -188,11 +188,13 @@ class OutputFolder:
             os.close(self.lock)
             raise Error(f"another process is writing to {self.path}")
         try:
-            if os.path.exists(os.path.join(self.partial, "manifest.json")):
+            finished = os.path.exists(os.path.join(self.partial, "manifest.json"))
+            if finished:
                 self._publish()  # a run was killed between its last word and its end
             old = self._ours()
             if old and not self.overwrite:
-                raise Error(f"{self.path} already holds {old[0]}; take another --out, or --overwrite to replace it")
+                why = ": an interrupted run was finished but for putting its files in place, and they are there now" if finished else ""
+                raise Error(f"{self.path} already holds {old[0]}{why}; take another --out, or --overwrite to replace it")
             if not self._continue():
                 shutil.rmtree(self.partial, ignore_errors=True)  # left by a run that was killed
                 os.mkdir(self.partial)

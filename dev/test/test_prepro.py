@@ -558,8 +558,8 @@ def a_killed_run_leaves_no_shard_and_can_be_repeated():
         p.send_signal(signal.SIGKILL)
         p.communicate()
         names = os.listdir(folder("o")) if os.path.exists(folder("o")) else []
-        if "manifest.json" in names:
-            break  # it was faster than the kill
+        if "manifest.json" in names or os.path.exists(folder("o/.partial/manifest.json")):
+            break  # it was faster than the kill, but perhaps for putting its files in place
         check(not any(n.endswith(".bin") for n in names), f"after {wait} s: {names}")
         half = folder("o/.partial")
         for n in os.listdir(half) if os.path.exists(half) else []:

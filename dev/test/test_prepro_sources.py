@@ -370,6 +370,9 @@ def kill_until_done(command, out, rng):
         names = os.listdir(out) if os.path.exists(out) else []
         if "manifest.json" in names:
             return went_on  # it had done everything
+        if os.path.exists(out + "/.partial/manifest.json"):  # but for putting its files in place, perhaps some of them
+            expect_error(command, "already holds", "an interrupted run was finished")
+            return went_on
         check(not any(n.endswith(".bin") for n in names), f"shards of half a run: {names}")
         for n in os.listdir(out + "/.partial") if ".partial" in names else []:
             check(not n.endswith(".bin") or whole_or_no_shard(f"{out}/.partial/{n}"), f"{n} looks whole and is not")
@@ -530,7 +533,7 @@ def dying(replace):
 """ + code.replace("text.SAVE_EVERY = 0.05; ", "")
         run([*HASTY[:3], code, *command, out], code=99)
         check(not os.path.exists(out + "/manifest.json"), "a manifest before all is there")
-        expect_error(TEXT + ["--out", out, path], "already holds")  # and completes what was begun
+        expect_error(TEXT + ["--out", out, path], "already holds", "an interrupted run was finished")  # and completes it
         check(sorted(os.listdir(out)) == names, f"{moves} moves: {sorted(os.listdir(out))}")
         check(all(read(f"{out}/{n}") == read(folder(f"fresh/{n}")) for n in names), f"{moves} moves: other bytes")
         shards.check_folder(out)
