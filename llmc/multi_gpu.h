@@ -404,7 +404,7 @@ static inline void multi_gpu_close(MultiGpu* g) {
 #endif
 
 // of_rank0[0..n) = what rank 0 has as mine
-static inline void multi_gpu_compare(MultiGpu* g, uint64_t* of_rank0, const uint64_t* mine, size_t n) {
+static inline void multi_gpu_of_rank0(MultiGpu* g, uint64_t* of_rank0, const uint64_t* mine, size_t n) {
     memcpy(of_rank0, mine, n * sizeof(*mine));
     multi_gpu_broadcast(g, of_rank0, n * sizeof(*mine));
 }
@@ -420,7 +420,7 @@ static inline void multi_gpu_check_run(MultiGpu* g, const Options* opt, const Mo
     mine[1] = hash_string(text);
     options_agreement(opt, mine + 2);
     if (opt->eval_choices) { file_hash(opt->eval_choices, &mine[2 + option_find("eval-choices")]); }
-    multi_gpu_compare(g, of_rank0, mine, 2 + OPTIONS_MAX);
+    multi_gpu_of_rank0(g, of_rank0, mine, 2 + OPTIONS_MAX);
     if (of_rank0[0] != mine[0]) {
         fatal("rank 0 resumes step %llu, this rank step %llu: do all machines see the same --out?",
               (unsigned long long)of_rank0[0], (unsigned long long)mine[0]);
@@ -444,7 +444,7 @@ static inline void multi_gpu_check_loaded(MultiGpu* g, uint64_t weights, uint64_
     const char* whats[3] = {"starts from other weights", "sees other --train-data", "sees other --val-data"};
     const uint64_t mine[3] = {weights, train_data, val_data};
     uint64_t of_rank0[3];
-    multi_gpu_compare(g, of_rank0, mine, 3);
+    multi_gpu_of_rank0(g, of_rank0, mine, 3);
     for (int i = 0; i < 3; i++) {
         if (of_rank0[i] == mine[i]) { continue; }
         fatal("this rank %s than rank 0: do all machines have the same files?", whats[i]);

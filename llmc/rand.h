@@ -34,7 +34,7 @@ static inline uint64_t hash_bytes(uint64_t h, const void* bytes, size_t n) {
 
 // 64-bit FNV-1a of a C string, finalised with hash64 because FNV's high bits are weak for short names.
 static inline uint64_t hash_string(const char* s) {
-    uint64_t h = 0xCBF29CE484222325ull;
+    uint64_t h = HASH_BEGIN;
     for (; *s; s++) { h = (h ^ (unsigned char)*s) * 0x100000001B3ull; }
     return hash64(h);
 }

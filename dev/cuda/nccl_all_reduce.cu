@@ -118,8 +118,8 @@ static void check_average(int kernel, const std::vector<size_t>& buckets, bool a
              as_bf16 ? "bf16" : "fp32", kernel);
     if (!as_bf16) { check_f32(what, got, want, 1e-6); } // a rounding of 2^-24 a rank
     else {
-        // The numbers are bf16 already, so only sums are rounded, each by 2^-9 of at most R; the mean is 1/R of that,
-        // rounded once more.
+        // R parts of at most 1/R are rounded by 2^-9 of themselves, R - 1 sums of at most 1 by 2^-9 of theirs: together
+        // less than 2^-8 R.
         double worst = 0, product = 0, square = 0;
         for (size_t i = 0; i < want.size(); i++) {
             double off = fabs((double)got[i] - want[i]);

@@ -1,7 +1,8 @@
 // NCCL over MPI: collectives in stream order, one process a rank. Ranks first compare which collective they are about
 // to run, so that a rank with another sequence is reported, and wait for each other with a time limit, so that none
 // hangs. Sums are taken in fp32 in rank order and rounded once; EMU_NCCL=ring adds and rounds at every hop, as a ring
-// does. An average is a sum of numbers times 1/ranks, both rounded to the data's type, as in NCCL. EMU_NCCL_LOG=FILE writes down what ran.
+// does. An average is a sum of numbers times 1/ranks, both rounded to the data's type, as in NCCL. EMU_NCCL_LOG=FILE
+// writes down what ran.
 #include <math.h>
 #include <mpi.h>
 #include <nccl.h>
@@ -108,11 +109,11 @@ static double reduce_one(const char* all, size_t i, size_t n, const Collective& 
     size_t chunk = (n + (size_t)ranks - 1) / (size_t)ranks;
     int first = ring ? (int)((i / chunk + 1) % (size_t)ranks) : 0;
     bool whole = c.type == ncclInt8 || c.type == ncclUint8 || c.type == ncclInt32 || c.type == ncclUint32 ||
-                 c.type == ncclInt64 || c.type == ncclUint64, average = c.op == ncclAvg && !whole;
+                 c.type == ncclInt64 || c.type == ncclUint64;
     double v = 0;
     for (int k = 0; k < ranks; k++) {
         double x = load(all + (size_t)((first + k) % ranks) * n * size_of(c.type), i, c.type);
-        if (average) x = rounded(x * rounded(1.0 / ranks, c.type), c.type);
+        if (c.op == ncclAvg && !whole) x = rounded(x * rounded(1.0 / ranks, c.type), c.type);
         v = k == 0 ? x : combine(v, x, c.op, c.type);
         if (ring) v = rounded(v, c.type);
     }

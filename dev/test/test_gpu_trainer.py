@@ -525,7 +525,8 @@ def a_rank_that_never_comes_to_an_all_reduce_is_given_up():  # R2, R10
                    "--out", folder(name), *switches]
         r = with_preloaded({1: lost}, command, 3, env={"EMU_LAZY_STREAM": "1"})
         check(r.code != 0 and "error: other ranks have not come to an all-reduce within 3 s" in r.err, f"{name}: exit code {r.code}: {r.err[:600]}")
-    tests, layers, deep_layers, deepest_layers, heads_layers = 2, 2 + 2, 20 + 2, 60 + 2, 8 + 2  # all-reduces of the self-test, of a backward pass
+    # all-reduces of the self-test, of a backward pass
+    tests, layers, deep_layers, deepest_layers, heads_layers = 2, 2 + 2, 20 + 2, 60 + 2, 8 + 2
     at_once(lambda: stopped("last", ["--model", "tiny"], tests + (layers + 1) + 2, []),
             *(lambda k=k: stopped(f"far_ahead{k}", deep, tests + (deep_layers + 1) + k, []) for k in (2, 3)),  # of the 16 issued at once
             lambda: stopped("in_turn", deep, tests + deep_layers + 19, [*every, "--overlap", 0]),

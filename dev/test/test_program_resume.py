@@ -227,14 +227,18 @@ def a_kill_at_any_moment_costs_no_more_than_the_step_under_way():
     for kill in range(kills):
         before = steps_in(out)[-1] if kill > 0 else 0
         process = start_and_wait(command, rng.randint(1, 3))
-        time.sleep(rng.uniform(0, PAUSE))  # a step takes 2 ms, saving it 10 to 100
+        if kill % 2 == 0 or GPU:
+            time.sleep(rng.uniform(0, PAUSE))  # a step takes 2 ms, saving it 10 to 100
+        else:
+            while process.poll() is None and not any(n.startswith(".saving") for n in os.listdir(out)):
+                pass  # in the midst of a save
         end(process)
         saved, names = steps_in(out), os.listdir(out)
         torn += any(n.startswith(".saving") or n.startswith(".removing") for n in names)
         check(saved and saved[-1] > before, f"kill {kill}: after step {before} came {saved}")
         check(1 <= len(saved) <= 3, f"kill {kill}: {sorted(names)}")
         command = [PROGRAM, "--resume", "--out", out]
-    check(torn > 0 or GPU, f"none of {kills} kills met a save: the test proves too little")
+    check(torn >= 3 or GPU, f"only {torn} of {kills} kills met a save: the test proves too little")
     last = steps_in(out)[-1] + 2
     r = run([PROGRAM, "--resume", "--out", out, "--steps", last])
     check(f"resumed    {step_folder(out, last - 2)}: step {last - 2}," in r.out, r.out)

@@ -23,7 +23,7 @@ import transformers
 from safetensors.numpy import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from compare_golden import BF16, l2_relative
+from compare_golden import Table, compare_dump
 from make_goldens import attention_mask, build, published
 
 FURTHER = 1.5  # of 46 folders the worst of train_moe (emulated) were 1.2 in the logits and 1.3 in the gradients
@@ -34,7 +34,7 @@ def told_experts(golden, l):
 
 
 def hugging_face(folder, golden):
-    """(loss, logits, {parameter: gradient}) of their model, weights and activations in bf16."""
+    """Loss, logits and gradients, named as in a trainer's dump, of their model with weights and activations in bf16."""
     weights = published(Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32))
     model = build(Qwen3MoeConfig.from_pretrained(folder), weights).bfloat16()
     config, counts, probs, rows = model.config, 0, 0, 0
@@ -62,7 +62,8 @@ def hugging_face(folder, golden):
         loss = loss + config.router_aux_loss_coef * config.num_experts * (counts / rows * probs / rows).sum()
     loss.backward()
     gradients = published(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
-    return loss.item(), logits.detach().numpy(), {n: t.float().numpy() for n, t in gradients.items()}
+    return {"loss": loss.detach().numpy(), "logits": logits.detach().numpy(),
+            **{"grad." + n: t.float().numpy() for n, t in gradients.items()}}
 
 
 def trainers(command, folder, golden):
@@ -74,18 +75,16 @@ def trainers(command, folder, golden):
                             "--force-routing", "--dump", dump], capture_output=True, text=True)
         if r.returncode != 0:
             sys.exit(f"compare_bf16.py: {folder}: exit code {r.returncode}: {r.stderr.strip()}")
-        d = load_file(dump)
-    return d["loss"].item(), d["logits"], {n[5:]: t for n, t in d.items() if n.startswith("grad.")}
+        return load_file(dump)
 
 
-def distances(result, golden, scalars):
-    """Of loss, logits, all gradients together, the worst gradient; 1 is the limit. And the name of the worst."""
-    loss, logits, gradients = result
-    want = {n[5:]: t.astype(np.float64) for n, t in golden.items() if n.startswith("grad.")}
-    together = [np.concatenate([g[n].ravel() for n in sorted(want)]) for g in (gradients, want)]
-    worst, name = max((l2_relative(gradients[n], want[n]), n) for n in want)
-    return [abs(loss - scalars["loss"]) / BF16["loss"], l2_relative(logits, golden["logits"].astype(np.float64)) / BF16["logits"],
-            l2_relative(*together) / BF16["gradients"], worst / BF16["gradient"]], name
+def shares(dump, golden, scalars):
+    """Of loss, logits, all gradients together, the worst gradient: the distance over its limit. And the worst one's name."""
+    table = Table()
+    compare_dump(table, dump, golden, scalars, bf16=True)
+    rows = {quantity: (measured / limit, note) for quantity, measured, limit, note in table.rows if limit > 0}
+    found = [rows[q] for q in ("loss", "logits", "gradients, all together", "gradients, worst tensor")]
+    return [share for share, _ in found], found[-1][1]
 
 
 def main():
@@ -108,7 +107,7 @@ def main():
         golden = load_file(os.path.join(folder, "golden.safetensors"))
         with open(os.path.join(folder, "golden.json")) as f:
             scalars = json.load(f)
-        (theirs, _), (ours, name) = (distances(r, golden, scalars) for r in (hugging_face(folder, golden), trainers(command, folder, golden)))
+        (theirs, _), (ours, name) = (shares(d, golden, scalars) for d in (hugging_face(folder, golden), trainers(command, folder, golden)))
         ratios.append([y / x if x else float(y > 0) for x, y in zip(theirs, ours)])
         bad = not max(ratios[-1][1:3]) <= FURTHER  # true for NaN, too
         failed += bad
