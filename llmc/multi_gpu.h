@@ -88,16 +88,16 @@ static int multi_gpu_own_rank;
 // `seconds` ends the run: rank 0 may read data or write a checkpoint for minutes.
 static inline void multi_gpu_receive(MultiGpu* g, MPI_Request* request, int rank, double seconds) {
     double begin = profiler_clock_us();
-    int others = g->rank - (rank < g->rank); // who wait and come before this rank: the first one says it
+    int others = g->rank - (rank < g->rank); // wait, too, and come before this rank: each says it a time-out later
     double patience = g->timeout * (1 + others);
     bool said = false;
     for (int done = 0;; usleep(100)) {
         mpiCheck(MPI_Test(request, &done, MPI_STATUS_IGNORE));
         if (done) { return; }
         double waited = (profiler_clock_us() - begin) / 1e6;
-        if (waited >= seconds) { fatal("rank %d has not come for %.3g s (MOE_NCCL_TIMEOUT): has it been stopped?", rank, seconds); }
+        if (waited >= seconds) { fatal("rank %d has not come for %.6g s (MOE_NCCL_TIMEOUT): has it been stopped?", rank, seconds); }
         if (waited >= patience && !said) {
-            fprintf(stderr, "%s: waiting for rank %d for %.3g s: is it busy with files, or has it been stopped?\n",
+            fprintf(stderr, "%s: waiting for rank %d for %.6g s: is it busy with files, or has it been stopped?\n",
                     program_name, rank, patience);
             said = true;
         }
@@ -419,6 +419,8 @@ static inline void multi_gpu_check_run(MultiGpu* g, const Options* opt, const Mo
     mine[0] = (uint64_t)opt->done_steps;
     mine[1] = hash_string(text);
     options_agreement(opt, mine + 2);
+    int val_steps = option_find("val-steps"); // --eval takes all sequences unless it is told how many
+    if (opt->eval) { mine[2 + val_steps] ^= opt->given[val_steps] && !opt->inherited[val_steps]; }
     if (opt->eval_choices) { file_hash(opt->eval_choices, &mine[2 + option_find("eval-choices")]); }
     multi_gpu_of_rank0(g, of_rank0, mine, 2 + OPTIONS_MAX);
     if (of_rank0[0] != mine[0]) {
@@ -431,7 +433,7 @@ static inline void multi_gpu_check_run(MultiGpu* g, const Options* opt, const Mo
               option_table[i].name);
     }
     if (of_rank0[1] != mine[1]) {
-        fatal("this rank has another model than rank 0: do all machines have the same config.json?");
+        fatal("this rank has another model than rank 0: do all have the same config.json and --train-data?");
     }
     cJSON_free(text);
     cJSON_Delete(json);

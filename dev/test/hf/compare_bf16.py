@@ -82,6 +82,9 @@ def shares(dump, golden, scalars):
     """Of loss, logits, all gradients together, the worst gradient: the distance over its limit. And the worst one's name."""
     table = Table()
     compare_dump(table, dump, golden, scalars, bf16=True)
+    lost = [quantity for quantity, _, limit, _ in table.rows if quantity.startswith("grad.") and limit == 0]
+    if lost:
+        sys.exit(f"compare_bf16.py: {', '.join(lost)}: missing, of another shape, or one too many")
     rows = {quantity: (measured / limit, note) for quantity, measured, limit, note in table.rows if limit > 0}
     found = [rows[q] for q in ("loss", "logits", "gradients, all together", "gradients, worst tensor")]
     return [share for share, _ in found], found[-1][1]
@@ -108,8 +111,8 @@ def main():
         with open(os.path.join(folder, "golden.json")) as f:
             scalars = json.load(f)
         (theirs, _), (ours, name) = (shares(d, golden, scalars) for d in (hugging_face(folder, golden), trainers(command, folder, golden)))
-        ratios.append([y / x if x else float(y > 0) for x, y in zip(theirs, ours)])
-        bad = not max(ratios[-1][1:3]) <= FURTHER  # true for NaN, too
+        ratios.append([y / x if x else float(not y <= 0) for x, y in zip(theirs, ours)])
+        bad = not all(r <= FURTHER for r in ratios[-1][1:3])  # true for NaN, too
         failed += bad
         row = "".join(f"{x:7.2f}" for x in theirs) + "   " + "".join(f"{x:7.2f}" for x in ours)
         print(f"{'FAIL' if bad else 'ok  '} {os.path.basename(folder.rstrip('/')):<14}{row}  {name}", flush=True)
